@@ -205,8 +205,8 @@ class Timing(StrictModel):
 class Learning(StrictModel):
     """A request for the losses of a training run on real data instead of a measurement; on real ranks only.
 
-    The learning rate rises linearly to ``learning_rate`` over ``warmup`` steps, then falls linearly to 0
-    after the last step. ``seed`` is for weights and data; initial matrices have the standard ``deviation``.
+    The learning rate rises linearly over ``warmup`` steps, then falls linearly to zero after the last step.
+    Weights and data depend on ``seed``; ``deviation`` is the standard deviation of the initial matrices.
     """
 
     steps: Repeats

@@ -285,8 +285,8 @@ def shortened(text: str) -> str:
 
 
 def filled(measured: Mapping[str, Any]) -> float | None:
-    """The bytes that the fullest rank reserves, as a share of the card's usable memory (if out of memory, on
-    a card without a limit); at least 1 if memory has to be returned; None if not known."""
+    """The bytes that the fullest rank reserves (if out of memory, on a card without a limit), as a share of
+    the card's usable memory; at least 1 if memory has to be returned to the card; None if not known."""
     usable = measured.get("usable_memory_bytes")
     reserved = [entry.get("reserved_memory_bytes") for entry in measured.get("by_class") or ()]
     most = max([n for n in [*reserved, measured.get("reserved_memory_bytes")] if n], default=None)

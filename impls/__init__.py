@@ -1,5 +1,5 @@
-"""Strategies, models and backends, which know nothing of ``bench``. This is their door, through which
-``bench`` goes: its names stand in ``__init__.pyi``, each with its module (:mod:`spbench.impls.door`)."""
+"""Strategies, models and backends, which import nothing from ``bench``. ``bench`` imports from this package
+only the names in ``__init__.pyi``, which has the module of each (:mod:`spbench.impls.door`)."""
 
 from spbench.impls.door import lazy_names
 

@@ -1,8 +1,8 @@
 """Which positions of a sequence attend to which: a causal mask within packed documents, and within a window.
 
-Where a rank holds some runs of positions of a sequence (its intervals), what its queries see of the keys of
-some runs is a list of rectangles, :class:`Ranges`, of which a causal mask or a window leaves a band. Where
-sequences are packed of thousands of documents there are as many, so they are made and counted as arrays.
+If a rank holds some runs of positions of a sequence (its intervals), the keys of other runs that its queries
+see form a list of rectangles, :class:`Ranges`, of which a causal mask or a window leaves a band. A sequence
+packed of thousands of documents has as many rectangles, so these are computed as arrays.
 
 Shape letters: L sequence, M queries, N keys.
 """
@@ -21,19 +21,19 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[np.int64]
 
-#: a run of positions: the first, and the one after the last
+#: a run of positions: (its first position, the position after its last)
 Interval = tuple[int, int]
 #: runs of positions, one a row [n, 2]
 Intervals = Sequence[Interval] | Numbers
 
-#: a position after all of a sequence, and a distance that no band reaches
+#: a position after every sequence, and a distance that no band reaches
 _FAR = 1 << 40
 
 
 class Range(NamedTuple):
-    """``queries`` queries from ``first_query`` on and ``keys`` keys from ``first_key`` on, both counted in
-    the memory of the ranks that hold them: query i of these sees key j of these where low <= j - i <= high.
-    Each of the queries sees a key."""
+    """``queries`` queries from ``first_query`` on and ``keys`` keys from ``first_key`` on, as indices into
+    the memory of the ranks that hold them: query i of the range sees key j of the range if low <= j - i <=
+    high. Each query sees a key."""
 
     first_query: int
     queries: int
@@ -44,16 +44,16 @@ class Range(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether each of the queries sees each of the keys."""
+        """Whether each query of the range sees each key."""
         return self.low <= 1 - self.queries and self.high >= self.keys - 1
 
     @property
     def causal(self) -> bool:
-        """Whether it is a square of which query i sees the keys up to i."""
+        """Whether the range is a square in which query i sees the keys 0 to i."""
         return self.queries == self.keys and self.high == 0 and self.low <= 1 - self.queries
 
     def tiles(self, queries: int) -> Iterator[Range]:
-        """This range in ranges of at most that many queries, each with the keys that its queries see."""
+        """Yields this range cut into ranges of at most ``queries`` queries, each with their keys."""
         for start in range(0, self.queries, queries):
             count = min(queries, self.queries - start)
             first = max(0, start + self.low)
@@ -70,7 +70,7 @@ class Range(NamedTuple):
 
 
 class Ranges:
-    """What queries see of keys: ranges [n, 6], one a row, in the columns of :class:`Range`."""
+    """The keys that queries see: an array [n, 6] with a :class:`Range` in each row."""
 
     def __init__(self, numbers: Numbers):
         self.numbers = numbers
@@ -87,8 +87,8 @@ class Ranges:
 
     @cached_property
     def text(self) -> str:
-        """All numbers as one text, for operators to take: whatever sees the arguments of an operator looks at
-        each number of a list."""
+        """All numbers as one text, the argument of operators, because observers of operators look at each
+        number of a list."""
         return self.numbers.tobytes().decode("latin-1")
 
     def __len__(self) -> int:
@@ -118,7 +118,7 @@ class Ranges:
         return int(first.min()), int((first + count).max())
 
     def moved(self, queries: int, keys: int) -> Ranges:
-        """The ranges as counted from later beginnings: ``queries`` rows and ``keys`` rows further on."""
+        """The ranges with indices that count from query ``queries`` and from key ``keys`` on."""
         return Ranges(self.numbers - np.array([queries, 0, keys, 0, 0, 0]))
 
     @property
@@ -129,35 +129,35 @@ class Ranges:
 
     @property
     def widths(self) -> Numbers:
-        """How many keys a query sees at most, of each [n]."""
+        """The largest number of keys that a query sees, by range [n]."""
         _, _, _, keys, low, high = self.numbers.T
         return np.minimum(keys, high - low + 1)
 
 
 def _pairs_up_to(queries: Numbers, keys: Numbers, high: Numbers) -> Numbers:
-    """Pairs of query i and key j with j - i <= high."""
+    """The number of pairs of query i and key j with j - i <= high, by range [n]."""
     first = np.clip(-high, 0, queries)  # the first query that sees any key
-    full = np.minimum(np.maximum(first, keys - high - 1), queries)  # the first that sees all
+    full = np.minimum(np.maximum(first, keys - high - 1), queries)  # the first query that sees all keys
     some = full - first
     return some * (first + high + 1) + some * (some - 1) // 2 + (queries - full) * keys
 
 
 def _repeated(counts: Numbers, firsts: Numbers) -> tuple[Numbers, Numbers]:
-    """Each place i counts[i] times, and beside it firsts[i], firsts[i] + 1, ..."""
+    """(each index i, counts[i] times; next to each of these firsts[i], firsts[i] + 1, ...)."""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) + (firsts - np.cumsum(counts) + counts)[which]
 
 
 @dataclass(frozen=True)
 class Attended:
-    """Which positions of a sequence a position attends to: itself and the earlier ones of its document, and
-    of these, if there is a window, the last.
+    """The positions to which a position of a sequence attends: itself and the earlier positions of its
+    document; if there is a window, only the last of these.
 
     Attributes:
-        documents: the lengths of the documents that the sequence is packed of, which add up to its length;
-            none: it is one document.
-        window: how many positions, with its own, a position attends to at most, W: query i sees keys j with
-            i - W < j <= i, as ``sliding_window`` of transformers; None: no window.
+        documents: the lengths of the sequence's packed documents, which add up to its length; empty: the
+            sequence is one document.
+        window: the largest number W of positions to which a position attends, itself included: query i sees
+            keys j with i - W < j <= i, as ``sliding_window`` of transformers; None: no window.
     """
 
     documents: tuple[int, ...] = ()
@@ -165,17 +165,17 @@ class Attended:
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing but the causal mask of one document."""
+        """Whether there is only the causal mask of one document."""
         return not self.documents and self.window is None
 
     def in_layer(self, window: int | None, length: int) -> Attended:
-        """What positions attend to in a layer with that window, or without one, of a sequence of ``length``
-        positions; a window that hides none of them is none."""
+        """The same documents with the window of a layer, for a sequence of ``length`` positions; a window
+        that hides no position counts as none."""
         return replace(self, window=None if window is None or window >= length else window)
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dims of a site of attention that say so."""
+        """The entries of :attr:`Site.dims` for these documents and this window."""
         documents = {"documents": len(self.documents)} if self.documents else {}
         return documents | ({} if self.window is None else {"window": self.window})
 
@@ -185,26 +185,26 @@ class Attended:
         return tuple(accumulate(self.documents))
 
     def document_of(self, position: int) -> int:
-        """Which document a position is of."""
+        """The index of the document of a position."""
         return bisect_right(self.ends, position)
 
     @cached_property
     def _borders(self) -> tuple[Numbers, Numbers, Numbers]:
-        """The first position of each document and of one behind the last, the one after its last, and how
-        many pairs meet before it; where there are none, one document begins and does not end."""
+        """For each document, and an endless one behind the last: (its first position, the position after its
+        last, number of pairs of a query and a key before it). Without documents only the endless one."""
         lengths = np.array(self.documents, np.int64)
         ends = np.cumsum(lengths)
         pairs = np.cumsum(self._pairs_of_first(lengths))
         return np.append(0, ends), np.append(ends, _FAR), np.append(0, pairs)
 
     def _pairs_of_first(self, queries: Numbers) -> Numbers:
-        """Pairs of so many queries from a document's first on."""
+        """The number of pairs of a key and one of the first ``queries`` queries of a document."""
         seen = queries if self.window is None else np.minimum(queries, self.window)
         return seen * (seen + 1) // 2 + (queries - seen) * seen
 
     def within_documents(self, intervals: Intervals) -> Numbers:
-        """The parts of intervals in documents [n, 4], in order: document, its first position, and the part's
-        first and the one after its last."""
+        """The parts of intervals by document [n, 4]: the document's index, its first position, the part's
+        first position and the position after the part's last."""
         runs = np.asarray(intervals, np.int64).reshape(-1, 2)
         starts, stops = runs[runs[:, 0] < runs[:, 1]].T
         begins, ends, _ = self._borders
@@ -216,16 +216,16 @@ class Attended:
         )
 
     def pairs(self, intervals: Intervals) -> Numbers:
-        """Queries in each interval and keys anywhere that meet [n]."""
+        """The number of pairs of a query in an interval and any key that meet, by interval [n]."""
         runs = np.asarray(intervals, np.int64).reshape(-1, 2)
         begins, ends, before = self._borders
-        # a run that ends where a document does has all of it
+        # a run that ends with a document counts all pairs of the document
         document = np.searchsorted(ends, runs, "right")
         up_to = before[document] + self._pairs_of_first(runs - begins[document])
         return up_to[:, 1] - up_to[:, 0]
 
     def ranges(self, queries: Intervals, keys: Intervals) -> Ranges:
-        """What queries in intervals see of keys in intervals, both in memory in the order of these."""
+        """The keys in intervals that queries in intervals see; both lie in memory in the intervals' order."""
         of_queries, of_keys = self.within_documents(queries), self.within_documents(keys)
         by_document = np.argsort(of_keys[:, 0], kind="stable")
         documents = of_keys[by_document, 0]
@@ -234,7 +234,8 @@ class Attended:
         return self._seen(of_queries, of_keys, mine, by_document[place])
 
     def _seen(self, queries: Numbers, keys: Numbers, mine: Numbers, theirs: Numbers) -> Ranges:
-        """What of parts of queries see of parts of keys, of the same document each, by their numbers."""
+        """The keys that parts of queries see of parts of keys. ``mine`` and ``theirs`` are indices of parts
+        in :meth:`within_documents`, in pairs of the same document."""
         (start, end), (first, last) = queries[mine, 2:].T, keys[theirs, 2:].T
         begin, stop, behind = np.maximum(start, first), end, first
         if self.window is not None:
@@ -250,7 +251,7 @@ class Attended:
 
 
 def _places(parts: Numbers) -> Numbers:
-    """The places in memory of parts that lie one after another."""
+    """The start in memory of each part [n], where parts lie one after another."""
     lengths = parts[:, 3] - parts[:, 2]
     return np.cumsum(lengths) - lengths
 

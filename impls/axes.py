@@ -1,11 +1,11 @@
 """The axes of the mesh of ranks; :mod:`spbench.impls.place` has the place of one rank on it.
 
-The mesh is row-major: ranks that differ along its last axis alone have consecutive numbers. The keys of a
-mapping of sizes are in the order of the mesh, so that {"sp": 4, "dp": 2} and {"dp": 2, "sp": 4} give the same
-groups of other ranks. It may also have ep and etp, which arrange the same ranks anew
+The mesh is row-major: ranks that differ only along its last axis have consecutive numbers. The keys of a
+mapping of sizes are in the order of the mesh, so {"sp": 4, "dp": 2} and {"dp": 2, "sp": 4} have groups of the
+same sizes with other ranks. A mapping may also have ep and etp, which arrange the same ranks in another way
 (:mod:`spbench.impls.folding`).
 
-Cells are checked and named with these, so torch is imported only where there are process groups.
+Cells are checked and named with axes, so torch is imported only where there are process groups.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Axes(Sequence[str]):
 
     def __init__(self, *names: str):
         self._names = list(names)
-        #: imports what brings further axes; :mod:`impls.registries` says how
+        #: imports all strategies, which may add axes; set by :mod:`impls.registries`
         self.look: Callable[[], object] = lambda: None
 
     def add(self, names: Iterable[str]) -> None:
-        """Add the axes that a strategy brings; those that are there stay where they are."""
+        """Append the axes of a strategy that are not present yet."""
         self._names += [name for name in names if name not in self._names]
 
     def __contains__(self, name: object) -> bool:
@@ -51,7 +51,7 @@ class Axes(Sequence[str]):
 
 
 #: data parallel replicas, pipeline stages, a second axis of sequence parallelism, tensor parallel and
-#: sequence parallel ranks; then those that strategies bring (:attr:`Strategy.axes`)
+#: sequence parallel ranks; then axes that strategies add (:attr:`Strategy.axes`)
 MESH_AXES = Axes("dp", "pp", "cp", "tp", "sp")
 #: the axes that are composed with every strategy; the others belong to the strategy that names them
 COMPOSED_AXES = ("dp", "pp")
@@ -60,8 +60,8 @@ Sizes = Mapping[str, int]
 
 
 def whole_mesh(sizes: Sizes) -> dict[str, int]:
-    """Ranks along every axis of the mesh, in the order of ``sizes``; then 1 along those that it lacks. Folded
-    axes are left out.
+    """The number of ranks along every axis of the mesh, in the order of ``sizes``, then 1 for each missing
+    axis. Folded axes are left out.
 
     Raises:
         ValueError: there is no such axis, or a size is not positive.
@@ -86,8 +86,8 @@ def check_axis_names(order: Sequence[str]) -> None:
 
 
 def in_order(sizes: Sizes, order: Sequence[str]) -> dict[str, int]:
-    """Ranks along every axis of the mesh, the axes of ``order`` first, in that order; then those along folded
-    axes of more than one rank.
+    """The number of ranks along every axis of the mesh, the axes of ``order`` first, in that order; then
+    along the folded axes of more than one rank.
 
     Raises:
         ValueError: the order names an unknown axis or one axis twice, or leaves out an axis of several ranks.
@@ -100,8 +100,8 @@ def in_order(sizes: Sizes, order: Sequence[str]) -> dict[str, int]:
 
 
 def spelled(sizes: Sizes) -> str:
-    """The axes that have more than one rank, each with its ranks, in the order of ``sizes``, as "dp2xsp8";
-    "1" if no axis has. Folded axes follow, as "dp2xsp8·ep16"."""
+    """The text of the axes with more than one rank, in the order of ``sizes``, as "dp2xsp8"; "1" if there is
+    no such axis. Folded axes follow, as "dp2xsp8·ep16"."""
     several = {axis: f"{axis}{size}" for axis, size in sizes.items() if size > 1}
     mesh = "x".join(text for axis, text in several.items() if axis not in FOLDED_AXES) or "1"
     return "·".join(filter(None, [mesh, "x".join(several[axis] for axis in FOLDED_AXES if axis in several)]))
@@ -112,7 +112,7 @@ def device_mesh(sizes: Sizes, device: str = "cpu") -> DeviceMesh:
     ``sizes``; axes that are left out have one rank.
 
     Args:
-        device: type of the devices on which the ranks' tensors are, as "cuda".
+        device: type of the ranks' devices, as "cuda".
 
     Raises:
         ValueError: there is no such axis, or a size is not positive.
@@ -121,8 +121,8 @@ def device_mesh(sizes: Sizes, device: str = "cpu") -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = whole_mesh(sizes)
-    # nobody communicates along an axis of one rank: a group of Gloo there would be three threads and a
-    # meeting of all ranks, and these most of the time of a small job
+    # nobody communicates along an axis of one rank: Gloo would start three threads for its group and let all
+    # ranks meet, which would be most of the time of a small job
     alone = [axis for axis, size in whole.items() if size == 1 < dist.get_world_size()]
     silent: dict[int | str, Any] = dict.fromkeys(alone, "fake")
     return init_device_mesh(
@@ -131,25 +131,25 @@ def device_mesh(sizes: Sizes, device: str = "cpu") -> DeviceMesh:
 
 
 def ranks_along(axes: Sequence[str], sizes: Sizes) -> int:
-    """The number of ranks that these axes, all of the mesh or all folded, have together; 1 without axes."""
+    """The number of ranks of these axes together, which are all of the mesh or all folded; 1 without axes."""
     of = folded_sizes(sizes) if folds(axes) else sizes
     return math.prod(of.get(axis, 1) for axis in axes)
 
 
 def union(axes: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
-    """Axes and others, each once."""
+    """The axes of both arguments, each once, in order."""
     return tuple(dict.fromkeys([*axes, *others]))
 
 
 def group_name(axes: Sequence[str], sizes: Sizes) -> str:
-    """The name of the group of ranks along these axes, as meters and closed forms have it: those with more
-    than one rank, in the order of MESH_AXES or of EXPERT_AXES, as "dp_sp"."""
+    """The name of the group of ranks along these axes, in meters and closed forms: the axes with more than
+    one rank, in the order of MESH_AXES or of EXPERT_AXES, as "dp_sp"."""
     order = EXPERT_AXES if folds(axes) else MESH_AXES
     return "_".join(axis for axis in order if axis in axes and ranks_along([axis], sizes) > 1)
 
 
 def unused_axes(axes: Sequence[str], sizes: Sizes) -> list[str]:
-    """The axes that have more than one rank and belong to neither a strategy of these ``axes`` nor the
-    replicas and pipeline stages around it."""
+    """The axes with more than one rank that neither a strategy of these ``axes`` nor the replicas and
+    pipeline stages around the strategy use."""
     around = *axes, *COMPOSED_AXES, *FOLDED_AXES
     return [axis for axis, size in sizes.items() if size > 1 and axis not in around]

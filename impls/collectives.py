@@ -1,6 +1,6 @@
 """The communication primitives that strategies share.
 
-Each of these has a gradient; its backward is the transpose of its forward:
+Each function of this table has a gradient; its backward is the transpose of its forward:
 
 ====================  =======================  ==========================  =================================
 function              forward                  backward                    use: x before, result after
@@ -16,13 +16,13 @@ reduce_scatter        reduce-scatter           all-gather                  parts
 all_to_all            all-to-all               all-to-all, dims swapped    chunks along one dim, then another
 ====================  =======================  ==========================  =================================
 
-"Used alike" means that every rank computes the same from the result, so that each already has its whole
-gradient; "used differently" that the gradients of the ranks must be summed. Dims count from the front. The
-other functions work on plain tensors, as inside a strategy's own backward. Those that may be given a group
-of None, or of one rank, then do nothing.
+"Used alike" means that every rank computes the same from the result, so that each rank already has the whole
+gradient; "used differently" means that the gradients of the ranks must be summed. Dims count from the front.
+The other functions work on plain tensors, as inside a strategy's own backward. Functions that accept None as
+their group, or a group of one rank, then do nothing.
 
-Everything here goes through torch.distributed's own collectives on the group that is passed in, so
-it runs alike on NCCL, Gloo and the fake group, and a meter that observes the c10d operators sees all of it.
+All functions call torch.distributed's own collectives on the group that is passed in, so they run alike on
+NCCL, Gloo and the fake group, and a meter that observes the c10d operators sees all messages.
 """
 
 from __future__ import annotations
@@ -70,15 +70,14 @@ __all__ = [
 
 
 class ReusedBuffer:
-    """Memory that is lent again and again and never given back, as Megatron-LM's GlobalMemoryBuffer: one flat
-    tensor a dtype, which grows to the largest shape that has been asked for. What was lent before may be
-    overwritten."""
+    """Memory that is lent again and again and never freed, as Megatron-LM's GlobalMemoryBuffer: one flat
+    tensor for each dtype, which grows to the largest shape so far. A loan may overwrite the loan before."""
 
     def __init__(self) -> None:
         self._held: dict[torch.dtype, Tensor] = {}
 
     def take(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory of that shape, with the dtype and the device of ``like``."""
+        """Lends memory of that shape, with the dtype and the device of ``like``; its values are arbitrary."""
         elements = math.prod(shape)
         held = self._held.get(like.dtype)
         if held is None or held.numel() < elements:
@@ -95,19 +94,20 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Group = dist.ProcessGroup | None
-#: of a tensor, the arguments of a collective, and a group
+#: a function of a tensor, the arguments of a collective, and a group
 Collective = Callable[..., Tensor]
 
 
 def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Sum (or ``op``) x over the group, in place; nothing to do without one or with one rank."""
+    """Sum x (or reduce it by ``op``) over the group, in place; returns x."""
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)
     return x
 
 
 def all_reduce_async(x: Tensor, group: Group) -> dist.Work | None:
-    """Begin to sum x over the group, in place; it may be read when what is returned has been waited for."""
+    """Begin to sum x over the group, in place; x may be read after waiting for the returned work (None: at
+    once)."""
     if group is None or group.size() == 1:
         return None
     return dist.all_reduce(x, group=group, async_op=True)
@@ -130,41 +130,41 @@ class _Collective(torch.autograd.Function):
 
 
 def with_gradient(forward: Collective, backward: Collective, x: Tensor, *args: Any) -> Tensor:
-    """``forward(x, *args)``, of which the last is the group, with the gradient ``backward``; x for a rank
-    alone."""
+    """``forward(x, *args)`` with the gradient ``backward(gradient, *args)``; the last argument is the group.
+    x itself if the group has one rank."""
     group: Group = args[-1]
     return x if group is None or group.size() == 1 else _Collective.apply(x, forward, backward, *args)
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """x, which is the same on all ranks; its gradient is summed over them (Megatron-LM's f, arXiv 1909.08053
-    section 3).
+    """x, which is the same on all ranks; its gradient is summed over the ranks (Megatron-LM's f, arXiv
+    1909.08053 section 3).
 
-    The gradient is summed in place, so what uses the result must make a gradient of its own, as a
+    The gradient is summed in place, so the operator that uses the result must allocate its gradient, as a
     matmul does and an addition does not.
     """
     return with_gradient(_alias, _sum, x, group)
 
 
 def copy_rows_to_group(x: Tensor, rows: slice, group: Group) -> Tensor:
-    """As :func:`copy_to_group`, where only these rows of x are the same on all ranks; the gradient of the
+    """:func:`copy_to_group` for some ``rows`` of x, which are the same on all ranks; the gradient of the
     other rows is each rank's own."""
     return with_gradient(_alias, _sum_of_rows, x, rows, group)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the ranks, in place, used alike on all (g of arXiv 1909.08053, section 3)."""
+    """The sum of x over the ranks, in place, used alike on all ranks (g of arXiv 1909.08053, section 3)."""
     return with_gradient(_summed, _unchanged, x, group)
 
 
 def sum_over_group(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the ranks, in place, for another use on each; backward sums in place too, with the
-    condition of :func:`copy_to_group` on that use."""
+    """The sum of x over the ranks, in place, used differently on each rank; backward sums in place too, with
+    the condition of :func:`copy_to_group`."""
     return with_gradient(_summed, _sum, x, group)
 
 
 def gather_from_group(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The x of all ranks one after another along ``dim``, used alike on all: backward sends nothing."""
+    """The x of all ranks one after another along ``dim``, used alike on all ranks: backward sends nothing."""
     return with_gradient(_gathered, _own_chunk, x, dim, group)
 
 
@@ -174,13 +174,13 @@ def scatter_to_group(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """The x of all ranks one after another along ``dim``, for another use on each: backward sums the
+    """The x of all ranks one after another along ``dim``, used differently on each rank: backward sums the
     gradients of the ranks."""
     return with_gradient(_gathered, _summed_chunk, x, dim, group)
 
 
 def all_gather_rows_into(x: Tensor, group: Group, buffer: ReusedBuffer) -> Tensor:
-    """As :func:`all_gather` along the first dim, into memory lent until the buffer's next use."""
+    """:func:`all_gather` along the first dim, into memory that is lent until the buffer's next use."""
     return with_gradient(_lent, _without_buffer, x, buffer, group)
 
 
@@ -243,8 +243,8 @@ def _without_buffer(x: Tensor, buffer: ReusedBuffer, group: dist.ProcessGroup) -
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x summed over the group, in place; a copy of x where x may be kept for a second run of its layer, which
-    would sum it again."""
+    """x summed over the group, in place; in a copy of x if x may be kept for a second run of its layer, which
+    would sum x again."""
     return all_reduce(x.clone() if keeping() else x, group)
 
 
@@ -265,31 +265,31 @@ def _exchanged_back(x: Tensor, split_dim: int, gather_dim: int, group: dist.Proc
 
 
 def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part, of equal one-dimensional parts, of the sum over ranks."""
+    """This rank's part [n/N] of the sum of ``whole`` [n] over the ranks."""
     part = whole.new_empty(whole.numel() // group.size())
     _reduce_scatter_into(part, whole, group=group)
     return part
 
 
 def reduce_scatter_in_place(whole: Tensor, group: dist.ProcessGroup, *, begin: bool) -> dist.Work | None:
-    """Sum this rank's part, of equal one-dimensional parts, over the ranks, in place; of the other parts
-    nothing is left that means anything. With ``begin`` the sum is there when what is returned has been waited
-    for, else when this returns None."""
+    """Sum this rank's part [n/N] of ``whole`` [n] over the ranks, in place; the other parts then have
+    arbitrary values. With ``begin`` the sum is complete after waiting for the returned work; else the
+    function returns None after the sum."""
     part = whole.chunk(group.size())[group.rank()]
     work: dist.Work | None = _reduce_scatter_into(part, whole, group=group, async_op=begin)
     return work
 
 
 def all_gather_in_place(whole: Tensor, group: dist.ProcessGroup, *, begin: bool) -> dist.Work | None:
-    """Gather equal one-dimensional parts, of which each rank has its own in its place, in place. ``begin``
-    and what is returned are those of :func:`reduce_scatter_in_place`."""
+    """Gather the ranks' parts [n/N] in ``whole`` [n], in which each rank has its own part already. ``begin``
+    and the returned work are as in :func:`reduce_scatter_in_place`."""
     part = whole.chunk(group.size())[group.rank()]
     work: dist.Work | None = _gather_into(whole, part, group=group, async_op=begin)
     return work
 
 
 def all_gather_flat(part: Tensor, group: dist.ProcessGroup, into: Tensor | None = None) -> Tensor:
-    """The parts of all ranks one after another, from equal one-dimensional parts; in ``into``, if given."""
+    """The parts [n/N] of all ranks one after another [n], in the memory ``into`` unless this is None."""
     whole = part.new_empty(part.numel() * group.size()) if into is None else into
     _gather_into(whole, part, group=group)
     return whole
@@ -298,8 +298,8 @@ def all_gather_flat(part: Tensor, group: dist.ProcessGroup, into: Tensor | None 
 def start_all_gather(
     x: Tensor, group: dist.ProcessGroup | None, buffer: ReusedBuffer | None = None
 ) -> tuple[Tensor, dist.Work]:
-    """Start to gather x [...] of all ranks; returns [N, ...], which is there after the other's ``wait()``, in
-    memory that ``buffer`` lends, or that is made."""
+    """Start to gather x [...] of all ranks; returns (tensor [N, ...], work): the tensor is complete after
+    ``work.wait()``, in memory that ``buffer`` lends, or in new memory."""
     assert group is not None, "one rank has nothing to gather"
     shape = (group.size(), *x.shape)
     whole = x.new_empty(shape) if buffer is None else buffer.take(shape, x)
@@ -307,13 +307,13 @@ def start_all_gather(
 
 
 def start_reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """Start to sum x over the ranks and give each its chunk along ``dim``; returns this rank's, which is
-    there after the other's ``wait()``."""
+    """Start to sum x over the ranks and to give each rank its chunk along ``dim``; returns (this rank's
+    chunk, work): the chunk is complete after ``work.wait()``."""
     rows = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     chunk = torch.empty_like(rows[0])
     return chunk, _reduce_scatter_into(chunk.flatten(), rows.flatten(), group=group, async_op=True)
 
 
 def joined(gathered: Tensor, dim: int) -> Tensor:
-    """The parts [N, ...] of :func:`start_all_gather` one after another along ``dim`` of each."""
+    """The parts [N, ...] of :func:`start_all_gather`, one after another along dim ``dim`` of a part."""
     return gathered.movedim(0, dim).flatten(dim, dim + 1)

@@ -1,10 +1,10 @@
 """Data and pipeline parallelism around a strategy: the replica and the pipeline stage of a rank.
 
 A strategy spreads one sample over axes of its own; the axes dp and pp are composed with it.
-Data parallel replicas take parts of the batch and sum their gradients. Pipeline stages take runs of
-layers; the first and the last hold a copy each of the tied word embedding and add up their gradients.
+Data parallel replicas take parts of the batch and sum their gradients. Pipeline stages take runs of layers;
+the first and the last stage hold a copy each of the tied word embedding and add up the copies' gradients.
 
-What blocks of experts send, in closed form, the same under every strategy: they have axes of their own.
+:func:`experts_traffic` is the closed form of blocks of experts, which have the same axes in every strategy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stage:
     """A pipeline stage: number ``index`` of ``count``.
 
     Attributes:
-        sizes: how many layers each of the stages has; empty: as many as the others.
+        sizes: the number of layers of each stage; empty: all stages have equally many.
     """
 
     index: int = 0
@@ -41,12 +41,12 @@ class Stage:
 
     @property
     def first(self) -> bool:
-        """Whether it is the first stage, which embeds tokens."""
+        """Whether this is the first stage, which embeds tokens."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether it is the last stage, which has the head and the loss."""
+        """Whether this is the last stage, which has the head and the loss."""
         return self.index == self.count - 1
 
     @property
@@ -55,10 +55,10 @@ class Stage:
         return self.count > 1 and (self.first or self.last)
 
     def layers(self, total: int) -> range:
-        """The layers of this stage, of ``total`` in all.
+        """The numbers of this stage's layers, of ``total`` layers in all.
 
         Raises:
-            Unsupported: the stages do not divide the layers, or their sizes do not add up to them.
+            Unsupported: the stages do not divide the layers, or ``sizes`` do not add up to ``total``.
         """
         if self.sizes:
             return self._sized(total)
@@ -87,15 +87,15 @@ class Composition:
     """The replica and the pipeline stage of this rank, and the sums of gradients over replicas.
 
     Args:
-        place: of this rank on the mesh.
-        virtual_stages: how many runs of layers a rank holds. Those of the next rank follow on its own, and
-            its next ones on those of the last rank.
-        stage_layers: how many layers each of all stages has, in the order of the layers; empty: as many as
-            the others.
+        place: the place of this rank on the mesh.
+        virtual_stages: number of runs of layers that a rank holds. The first runs of all ranks come first, in
+            the order of ranks, then their second runs, and so on.
+        stage_layers: the number of layers of each stage, in the order of the layers; empty: all stages have
+            equally many.
 
     Attributes:
-        stage: which rank of the pipeline this is.
-        stages: the stages that it holds; with one each, that is :attr:`stage`.
+        stage: this rank's number in the pipeline, and the number of ranks.
+        stages: the stages that the rank holds; if it holds one, this is :attr:`stage` with ``sizes``.
     """
 
     def __init__(self, place: Place = ALONE, virtual_stages: int = 1, stage_layers: Sequence[int] = ()):
@@ -108,13 +108,13 @@ class Composition:
         self.stages = tuple(Stage(n * ranks + rank, count, sizes) for n in range(virtual_stages))
 
     def gradient_group(self, axes: Sequence[str]) -> dist.ProcessGroup | None:
-        """The ranks that gradients are summed over in one go: the replicas, and those along ``axes`` of a
-        strategy; with ("edp",) those alone. None where that is this rank alone. All ranks must ask, and in
-        the same order."""
+        """The group of ranks over which one collective sums gradients: the replicas and the ranks along
+        ``axes`` of a strategy; for ("edp",) only these. None if the group is only this rank. All ranks must
+        call this method, and in the same order."""
         return self.place.group(*summed_axes(axes))
 
     def gradient_mesh(self, axes: Sequence[str]) -> DeviceMesh:
-        """The ranks of :meth:`gradient_group` as a mesh of one axis, which may be of one rank.
+        """The ranks of :meth:`gradient_group` as a mesh of one axis, which may have one rank.
 
         Raises:
             ValueError: there is no device mesh.
@@ -123,7 +123,7 @@ class Composition:
 
     def reduce(self, gradients: Tensor, axes: Sequence[str]) -> None:
         """Sum gradients in place over the ranks along ``axes`` of a strategy, then over the replicas, unless
-        the axes count these in."""
+        the axes include the replicas."""
         all_reduce(gradients, self.place.group(*axes))
         if not folds(axes):
             all_reduce(gradients, self.dp_group)
@@ -143,7 +143,7 @@ class Composition:
         """Add up the gradients of the two copies of the tied embedding, in place on both stages that hold it.
 
         Args:
-            gradient: returns where a parameter's gradient is held.
+            gradient: function that returns the tensor that holds a parameter's gradient.
         """
         if (weight := self.tied(module)) is not None:
             held = gradient(weight)
@@ -153,8 +153,8 @@ class Composition:
 
 
 def summed_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes over which gradients are summed in one go that have these :meth:`Strategy.partial_axes`: with
-    the replicas, which ("edp",) counts in."""
+    """The axes over which one collective sums gradients that have these :meth:`Strategy.partial_axes`: the
+    same axes and dp, or only ("edp",), which includes the replicas."""
     return tuple(axes) if folds(axes) else ("dp", *axes)
 
 
@@ -166,7 +166,7 @@ def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
 def by_partial_axes(
     parameters: Iterable[nn.Parameter], strategy: Strategy
 ) -> dict[tuple[str, ...], list[nn.Parameter]]:
-    """Parameters in their order, by :meth:`Strategy.partial_axes`; those summed over most axes first."""
+    """Parameters in their order, by :meth:`Strategy.partial_axes`; sets with the most axes first."""
     by_axes: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
         by_axes.setdefault(strategy.partial_axes(parameter), []).append(parameter)
@@ -181,13 +181,13 @@ def composed_traffic(
     element_bytes: int,
     tied_bytes: Callable[[int], int],
 ) -> Iterator[Traffic]:
-    """Closed form of what a rank of a stage sends in a step, without what a backend sends to sum gradients
+    """The closed form: yields the messages of a rank of a stage in a step, without the backend's messages
     (:meth:`Backend.traffic`).
 
     Args:
-        sites: what one micro-batch asks of this stage, and (parameters, flags) the step itself.
-        element_bytes: of an element of what layers make.
-        tied_bytes: of what a rank holds of the gradient of a tied embedding of so many elements.
+        sites: the sites of this stage in one micro-batch, and of the step itself (parameters, flags).
+        element_bytes: bytes of an element of activations.
+        tied_bytes: function from a rank's elements of a tied embedding to the bytes of their gradient.
     """
     for t in strategy.traffic(sites, element_bytes):
         once = t.phase in ("gradient_sync", "optimizer")
@@ -218,7 +218,7 @@ def composed_traffic(
 def _gathers(
     site: Site, strategy: Strategy, stage: Stage, micro_batches: int, element_bytes: int
 ) -> Iterator[Traffic]:
-    """What a strategy gathers of what comes from another stage, if each rank was sent a part only."""
+    """Yields the all-gathers of tensors from other stages, if each rank receives only a part of them."""
     whole = strategy.wire_elements(site) * strategy.wire_parts * element_bytes
     sources = [("forward", "stage before", stage.first), ("backward", "next stage", stage.last)]
     for phase, source, none in sources:
@@ -228,11 +228,11 @@ def _gathers(
 
 
 class Chunks(nn.ModuleList):
-    """A rank's stages in the order of the layers, each a module as a model builds it. Parameters have the
-    names that they have in the whole model.
+    """A rank's stages in the order of the layers, each the module that a model builds. Parameters have their
+    names in the whole model.
 
     Args:
-        stages: which they are.
+        stages: the stage of each module.
     """
 
     def __init__(self, modules: Sequence[nn.Module], stages: Sequence[Stage]):
@@ -254,15 +254,15 @@ class Chunks(nn.ModuleList):
 
     @property
     def unbatched(self) -> Any:
-        """The inputs without a batch, as :attr:`Model.unbatched` names them."""
+        """The names of inputs without a batch dim (:attr:`Model.unbatched`)."""
         return self[0].unbatched
 
 
 def rank_module(build: Callable[[Stage], nn.Module], around: Composition) -> nn.Module:
-    """The module of a rank, of one stage or of several.
+    """The module of a rank: that of its stage, or :class:`Chunks` of several stages.
 
     Args:
-        build: makes the module of a stage.
+        build: function that builds the module of a stage.
     """
     modules = [build(stage) for stage in around.stages]
     return modules[0] if len(modules) == 1 else Chunks(modules, around.stages)
@@ -274,12 +274,12 @@ def chunks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Iterator[Traffic]:
-    """What this rank sends for blocks of experts in one micro-batch.
+    """Yields this rank's messages for blocks of experts in one micro-batch.
 
     Args:
-        site: of kind "experts".
-        strategy: of this rank, the outermost.
-        element_bytes: of hidden states.
+        site: a site of the kind "experts".
+        strategy: the outermost strategy of this rank.
+        element_bytes: bytes of an element of hidden states.
     """
     call, d, place = site.experts, site.dims, strategy.place
     assert call is not None, "a site of experts says what it asks of a dispatcher"

@@ -1,7 +1,7 @@
-"""Finding what there is: the classes and presets in a package's modules, and those of installed plug-ins.
+"""Discovery: finds the classes and presets in a package's modules, and those of installed plug-ins.
 
-Whatever is found here is added by adding a file to a package, by an entry point of another distribution, or
-by a file of the user's (:mod:`spbench.impls.loose_files`); no list names it.
+A class or preset is added by a file in a package, by an entry point of another distribution, or by a file of
+the user's (:mod:`spbench.impls.loose_files`); no list names it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spbench.impls.loose_files import raised
 
 T = TypeVar("T")
 
-#: how to mend that a peer's package is missing
+#: the advice of an error if a peer's package is missing
 INSTALL = "install the extra peers: pip install 'spbench[peers]'"
 
 #: prefix of the groups of entry points in which other distributions offer strategies, models, ...
@@ -33,15 +33,15 @@ PLUGIN_GROUPS = "spbench."
 
 
 class DiscoveryError(Exception):
-    """Two things have one name, or an entry point cannot be used; the message names both, or the entry point.
+    """Two values have one name, or an entry point cannot be used; the message names these.
 
-    No ValueError, which pydantic would report as one of the cell that is being validated.
+    The class is no ValueError, because pydantic would report that as an error of the cell.
     """
 
 
 @cache
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
+    """The version of a distribution, or None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -54,12 +54,12 @@ def versions(requires: Iterable[str]) -> dict[str, str | None]:
 
 
 def absent(requires: Iterable[str]) -> list[str]:
-    """The distributions among these that are not installed."""
+    """The distributions of ``requires`` that are not installed."""
     return [name for name, found in versions(requires).items() if found is None]
 
 
 def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, type[T]]:
-    """The classes derived from ``base``, itself included, that define a ``name`` of their own, by that name.
+    """The classes derived from ``base``, and ``base``, that define their own ``name``, by that name.
 
     Args:
         package: import name of the package; every module directly in it is imported and searched.
@@ -97,12 +97,12 @@ def named_values(package: str, attribute: str, kind: type[T], group: str = "") -
 
     Args:
         package: import name of the package; modules directly in it that lack the attribute are passed over.
-        attribute: of a module: a mapping from names to values.
+        attribute: name of a module's attribute, which is a mapping from names to values.
         kind: the type of all values.
         group: a group of entry points, each of which names such a mapping or a module that has one.
             Empty: no plug-ins.
 
-    Returns a read-only mapping, those of the package first, by module; the same one at every call.
+    Returns a read-only mapping, the package's values first, by module; the same mapping at every call.
 
     Raises:
         DiscoveryError: two values have one name, a value has another type, or an entry point cannot be loaded
@@ -132,7 +132,7 @@ def _named_values(
 
 @dataclass(frozen=True)
 class FunctionModules:
-    """The functions in the modules of a package, each imported when it is loaded.
+    """The functions in the modules of a package, each of which is imported only by :meth:`load`.
 
     The function NAME is ``function`` in a module whose path below the package is ``pattern`` with NAME for
     its last star; or it is assigned to ``function`` _ NAME in any such module, each with ``_`` for ``-`` of
@@ -140,10 +140,10 @@ class FunctionModules:
 
     Attributes:
         package: import name of the package.
-        pattern: of the modules' paths below it, without ".py": "to_*", "*/*_command".
-        function: of the modules; entry points name the function itself.
-        kind: plural, for messages.
-        group: of entry points; empty: no plug-ins.
+        pattern: pattern of the modules' paths below the package, without ".py": "to_*", "*/*_command".
+        function: name of the function in the modules; entry points name the function itself.
+        kind: plural noun for the functions, for messages.
+        group: the group of entry points; empty: no plug-ins.
     """
 
     package: str
@@ -153,7 +153,7 @@ class FunctionModules:
     group: str = ""
 
     def names(self) -> list[str]:
-        """In alphabetical order; nothing but the package is imported."""
+        """The names of all functions in alphabetical order; only the package is imported."""
         return sorted({place.name for place in self._places()})
 
     def __contains__(self, name: str) -> bool:
@@ -178,15 +178,15 @@ class FunctionModules:
         return loaded
 
     def docstrings(self) -> dict[str, str]:
-        """The docstrings of the functions, or the texts below assignments, by name; "" for none. They are
-        read from the files without importing these."""
+        """The docstrings of the functions, or the texts below assignments, by name; "" if there is none. The
+        files are parsed, and not imported."""
         return {
             place.name: _definitions(_file(place)).get(place.attr, _NONE).text for place in self._places()
         }
 
     def summaries(self) -> dict[str, str]:
         """The first sentences of the docstrings of the functions' modules, or of the texts below assignments,
-        likewise."""
+        by name. The files are parsed, and not imported."""
         sentences = {}
         for place in self._places():
             definitions = _definitions(_file(place))
@@ -201,8 +201,8 @@ class FunctionModules:
 
 @cache
 def _places(modules: FunctionModules, folders: Sequence[str]) -> Sequence[EntryPoint]:
-    """Where the functions are, in plug-ins and in these folders of the package, by their names in
-    alphabetical order; kept, as finding entry points reads a file of every distribution."""
+    """The functions of plug-ins and of these folders of the package as entry points, in alphabetical order of
+    names; cached, because a search for entry points reads a file of every distribution."""
     before, _, after = modules.pattern.rpartition("/")[2].partition("*")
     dash = "-" if before else "_"
     places = [*entry_points(group=modules.group)] if modules.group else []
@@ -221,7 +221,7 @@ def _places(modules: FunctionModules, folders: Sequence[str]) -> Sequence[EntryP
 
 
 class _Definition(NamedTuple):
-    """A function or an assignment at the top of a module, with its docstring or the text below it."""
+    """A function or an assignment at the top of a module: its docstring, or the text below it."""
 
     text: str
     is_assigned: bool = False
@@ -232,8 +232,8 @@ _NONE = _Definition("")
 
 @cache
 def _definitions(path: Path) -> Mapping[str, _Definition]:
-    """The definitions in a Python file by name, and its docstring by ""; none of a file that cannot be read
-    or parsed."""
+    """The definitions in a Python file by name, and the file's docstring by the name ""; empty for a file
+    that cannot be read or parsed."""
     try:
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -257,7 +257,7 @@ def _definitions(path: Path) -> Mapping[str, _Definition]:
 
 
 def _file(place: EntryPoint) -> Path:
-    """The file of the module that an entry point names; one that cannot be read if there is none."""
+    """The path of the module that an entry point names; a path that cannot be read if there is none."""
     try:
         spec = importlib.util.find_spec(place.module)
     except ImportError:
@@ -266,22 +266,22 @@ def _file(place: EntryPoint) -> Path:
 
 
 def looked_up(known: Mapping[str, T], name: str, kind: str) -> T:
-    """What has that name.
+    """The value called ``name`` in a mapping.
 
     Raises:
-        KeyError: nothing has; with the names there are.
+        KeyError: there is no such value; the message lists the names of all values.
     """
     if name not in known:
         raise KeyError(f"unknown {kind} {name!r}; choices: {', '.join(sorted(known))}")
     return known[name]
 
 
-#: as commands take it: a comma separates names, "+" strategies, "/" folders, ":" a file from a name
+#: a name as commands accept it, where a comma separates names, "+" strategies, "/" folders, ":" file and name
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
 class _Names:
-    """Classes or values by name, and where each is defined."""
+    """Classes or values by name, and the place where each is defined."""
 
     def __init__(self, what: str):
         self.what = what
@@ -289,7 +289,7 @@ class _Names:
         self.places: dict[str, str] = {}
 
     def add(self, name: str, value: Any, place: str) -> None:
-        """Add what was found at a place; the same object may be found several times."""
+        """Add the value defined at ``place`` under ``name``; the same value may be added several times."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise DiscoveryError(
                 f"{place}: {name!r} is no name of a {self.what}: it needs letters, digits, '_', '-' or '.'"
@@ -304,22 +304,22 @@ class _Names:
 
 
 def _modules(package: str) -> Iterator[ModuleType]:
-    """The modules directly in a package, in alphabetical order; not its subpackages."""
+    """Yields the modules directly in a package, in alphabetical order; no subpackages."""
     for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
         if not module.ispkg:
             yield importlib.import_module(f"{package}.{module.name}")
 
 
 def _classes_in(place: Any, base: type) -> Iterator[type]:
-    """The classes that :func:`named_classes` looks for in a module, or the class ``place`` itself."""
+    """Yields the named classes derived from ``base`` in a module, or the class ``place`` itself."""
     for value in vars(place).values() if inspect.ismodule(place) else [place]:
-        # by the method resolution order, as issubclass refuses protocols
+        # looks at the method resolution order, because issubclass refuses protocols
         if inspect.isclass(value) and base in value.__mro__ and vars(value).get("name"):
             yield value
 
 
 def _plugins(group: str) -> Iterator[tuple[str, Any]]:
-    """What the entry points of a group name, each with a label for messages."""
+    """Yields (label for messages, loaded object) of each entry point of a group."""
     for entry in entry_points(group=group) if group else ():
         label = f"the entry point {entry.name} = {entry.value} of {group}"
         try:
@@ -333,14 +333,14 @@ def _plugins(group: str) -> Iterator[tuple[str, Any]]:
 
 
 def plugin_entries() -> list[EntryPoint]:
-    """The entry points of all plug-ins, whatever they offer; nothing is imported."""
+    """The entry points of all plug-ins, in every group; no plug-in is imported."""
     entries = (entry for distribution in distributions() for entry in distribution.entry_points)
     return [entry for entry in entries if entry.group.startswith(PLUGIN_GROUPS)]
 
 
 def plugin_files() -> Iterator[Path]:
-    """The Python files of the packages in which the entry points of plug-ins lie, and those that are in no
-    package (:mod:`spbench.impls.loose_files`); nothing is imported."""
+    """Yields the Python files of the plug-ins' packages, and files that are in no package
+    (:mod:`spbench.impls.loose_files`); no file is imported."""
     yield from loose_files.loose_paths()
     for package in {entry.module.split(".")[0] for entry in plugin_entries()}:
         spec = importlib.util.find_spec(package)

@@ -1,6 +1,6 @@
-"""The door of a package: names that others take from it, each imported when it is first asked for.
+"""The door of a package: the names that other packages import from it, each loaded at its first use.
 
-The names stand in the package's ``__init__.pyi``, which type checkers read too: a line for each, as
+The package's ``__init__.pyi``, which type checkers read too, has a line for each name:
 ``from MODULE import NAME as NAME``.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 
 def lazy_names(package: str, file: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` (PEP 562) of the package whose ``__init__.py`` is ``file``; it raises
-    AttributeError for a name that does not stand in the file's ``.pyi``."""
+    """The ``__getattr__`` (PEP 562) of the package whose ``__init__.py`` is ``file``. The returned function
+    raises AttributeError for a name that is not in the file's ``.pyi``."""
 
     @cache
     def homes() -> dict[str, str]:
@@ -26,6 +26,6 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if name not in homes():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(__import__(homes()[name], fromlist=[name]), name)  # a module of a package too
+        return getattr(__import__(homes()[name], fromlist=[name]), name)  # works for submodules too
 
     return get

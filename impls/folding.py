@@ -1,13 +1,13 @@
 """Axes of experts, folded over the ranks of a pipeline stage (Liu et al., arXiv 2504.14960).
 
 The mesh arranges a stage's ranks for attention, by dp, cp, tp, sp and the axes of strategies. Layers with
-experts arrange the same ranks anew: edp x ep x etp, of which sizes give ep and etp, and edp is what is left.
+experts arrange the same ranks by edp x ep x etp: sizes give ep and etp, and edp is the quotient.
 A stage's ranks are numbered s = 0, 1, ... in the order of the mesh without pp, its last axis fastest. Then
 
     etp = s % ETP,   ep = s // ETP % EP,   edp = s // (ETP EP)
 
-for ETP ranks along etp and EP along ep. So folded axes multiply nothing. They are in a mapping of sizes
-beside the axes of the mesh, and the number of ranks is that of the mesh alone.
+for ETP ranks along etp and EP along ep. So folded axes add no ranks: a mapping of sizes has them next to the
+axes of the mesh, and the number of ranks is that of the mesh.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def folds(axes: Iterable[str]) -> bool:
     """Whether these are folded axes.
 
     Raises:
-        ValueError: some are, and others are axes of the mesh.
+        ValueError: some are folded, and others are axes of the mesh.
     """
     axes = list(axes)
     are = {axis in EXPERT_AXES for axis in axes}
@@ -37,7 +37,7 @@ def folds(axes: Iterable[str]) -> bool:
 
 
 def folded_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Ranks along each of EXPERT_AXES, from the sizes of a cell."""
+    """The number of ranks along each of EXPERT_AXES, from the sizes of a cell."""
     of = {axis: sizes.get(axis, 1) for axis in FOLDED_AXES}
     return {"edp": stage_ranks(sizes) // math.prod(of.values()), **of}
 
@@ -48,18 +48,17 @@ def given_folds(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def stage_ranks(sizes: Mapping[str, int]) -> int:
-    """Ranks of a pipeline stage."""
+    """The number of ranks of a pipeline stage."""
     return math.prod(size for axis, size in sizes.items() if axis not in ("pp", *FOLDED_AXES))
 
 
 def world_ranks(sizes: Mapping[str, int]) -> int:
-    """Ranks of the whole mesh."""
+    """The number of ranks of the whole mesh."""
     return stage_ranks(sizes) * sizes.get("pp", 1)
 
 
 def check_folds(sizes: Mapping[str, int]) -> None:
-    """Raise ValueError where ep x etp does not divide the ranks of a stage; the message has a size of ep that
-    does."""
+    """Raise ValueError if ep x etp does not divide the ranks of a stage; the message names sizes that do."""
     ranks, (ep, etp) = stage_ranks(sizes), (sizes.get(axis, 1) for axis in FOLDED_AXES)
     if ranks % (ep * etp) == 0:
         return
@@ -77,7 +76,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def folded_place(number: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The coordinates along EXPERT_AXES of the rank of that number in its stage."""
+    """The coordinates along EXPERT_AXES of the rank with this number in its stage."""
     place = {}
     for axis, size in reversed(folded_sizes(sizes).items()):
         number, place[axis] = divmod(number, size)
@@ -85,8 +84,7 @@ def folded_place(number: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def members(number: int, axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
-    """The numbers in their stage of the ranks that differ from that one along these folded axes alone, in
-    ascending order."""
+    """The numbers in their stage of the ranks that differ from rank ``number`` only along ``axes``."""
     others = [axis for axis in EXPERT_AXES if axis not in axes]
     own = folded_place(number, sizes)
     return [

@@ -1,5 +1,5 @@
-"""What models and strategies exchange: sites, shards, and the error for what cannot be run,
-with the numbers of ranks that it names.
+"""The types that models and strategies exchange: sites, shards, and the error for sizes that cannot be run,
+with the numbers that its messages name.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from spbench.impls.dispatchers.dispatcher import ExpertCall
 
-#: which dim of a tensor holds the positions: one, or several where they lie on a grid, of which a strategy
-#: may choose; None: it has none, or every rank needs all
+#: the dim of a tensor that holds the positions; a tuple of dims if positions lie on a grid, of which a
+#: strategy chooses one; None: the tensor has no positions, or every rank needs all of them
 SequenceDim = int | tuple[int, ...] | None
 
-#: what a layer can ask a strategy for where positions meet
+#: the kinds of sites where positions meet
 MeetingKind = Literal[
     "attention",
     "causal_attention",
@@ -28,7 +28,7 @@ MeetingKind = Literal[
     "gated_recurrence",
     "project_sequence",
 ]
-#: what else a model, a layer or a step can ask for; most kinds are the names of the hooks that are asked
+#: the other kinds of sites of a model, a layer or a step; most kinds have the name of the hook that runs
 OtherKind = Literal[
     "embedding",
     "linear_in",
@@ -56,7 +56,7 @@ OtherKind = Literal[
 SiteKind = MeetingKind | OtherKind
 SITE_KINDS: frozenset[str] = frozenset(get_args(MeetingKind) + get_args(OtherKind))
 
-#: what happens at sites where positions meet; a strategy that spreads positions must have a way for it
+#: descriptions of sites where positions meet; a strategy that spreads positions must implement their hooks
 MEETINGS: Mapping[str, str] = {
     "attention": "softmax attention under a mask",
     "causal_attention": "causal softmax attention",
@@ -67,20 +67,20 @@ MEETINGS: Mapping[str, str] = {
     "project_sequence": "Linformer's projection",
 }
 
-#: dims of a site of attention that say what it heeds beside the causal mask
+#: dims of a site of attention that stand for features in addition to the causal mask, with their names
 HEEDED: Mapping[str, str] = {
     "documents": "packed documents",
     "window": "sliding windows",
     "sinks": "attention sinks",
     "unlike_values": "values of another head size than keys",
 }
-#: what attention can heed, by the kind of site
+#: the features of HEEDED that attention can have, by the kind of site
 HEEDS_ALL: Mapping[str, frozenset[str]] = {
     "causal_attention": frozenset(HEEDED),
     "linear_attention": frozenset({"documents"}),
     "gated_recurrence": frozenset({"documents"}),
 }
-#: the hooks by which a strategy says how positions meet, by the kind of site that asks for them
+#: the hooks in which positions meet, by the kind of site that calls them
 HEEDING: Mapping[str, frozenset[str]] = {
     "causal_attention": frozenset({"causal_attention", "projected_attention", "attend"}),
     "linear_attention": frozenset({"linear_attention"}),
@@ -89,7 +89,7 @@ HEEDING: Mapping[str, frozenset[str]] = {
 
 
 class Unsupported(ValueError):
-    """These sizes cannot be run: the reason, and the nearest sizes that can."""
+    """An error for sizes that cannot be run: the reason, and how to mend it, for example by other sizes."""
 
     def __init__(self, reason: str, mend: str):
         super().__init__(f"{reason}; {mend}")
@@ -97,17 +97,17 @@ class Unsupported(ValueError):
 
 
 class Unavailable(Unsupported):
-    """These sizes need something that this machine lacks: ranks, GPUs or a package. Another may have it."""
+    """An error for sizes that need ranks, GPUs or a package that this machine lacks."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a model asks its strategy for, and how often in a step.
+    """An operation that a model asks of its strategy, and how often in a step.
 
     A model lists its sites so that a strategy can write its communication in closed form without
     knowing the model. ``dims`` holds the shape letters as integers. ``recomputed`` says that
-    activation checkpointing runs the forward of this site again during backward. ``experts`` is what a block
-    of experts asks of its dispatcher.
+    activation checkpointing runs the forward of this site again during backward. ``experts`` is the call of a
+    block of experts to its dispatcher.
 
     Raises:
         ValueError: the kind is not one of :data:`SITE_KINDS`.
@@ -127,19 +127,19 @@ class Site:
 
 
 def key_value_size(dims: Mapping[str, int]) -> int:
-    """Elements of a key and a value of one head at one position, from the dims of a site of attention: D of
-    the key, which is A where the site has no D, and A of the value."""
+    """The number of elements of a key and a value of one head at one position, from the dims of a site of
+    attention: D for the key (A if the site has no D), and A for the value."""
     return dims.get("D", dims["A"]) + dims["A"]
 
 
 def runs_again(site: Site) -> bool:
-    """Whether backward runs the forward of a site again, where its result can be kept (its dim ``kept``)."""
+    """Whether backward runs the forward of a site again, because the result is not ``kept``."""
     return site.recomputed and not site.dims.get("kept")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter lies on the mesh: this rank holds part ``index`` of ``parts`` along ``dim``."""
+    """This rank's part of a parameter: part ``index`` of ``parts`` along ``dim``, cut over ``axis``."""
 
     axis: str
     dim: int
@@ -159,8 +159,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class StackShard(Shard):
-    """How a parameter that stacks ``experts`` along its first dim lies on the mesh: this rank holds ``held``
-    of them from ``first`` on, and of each the part that :class:`Shard` says."""
+    """This rank's part of a parameter that stacks ``experts`` experts along its first dim: ``held`` experts
+    from ``first`` on, and of each expert the part of :class:`Shard`."""
 
     first: int
     held: int
@@ -176,26 +176,26 @@ class StackShard(Shard):
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """The :class:`Shard` of a parameter, or None where every rank holds it whole."""
+    """The :class:`Shard` of a parameter, or None if every rank holds the whole parameter."""
     return getattr(parameter, "spbench_shard", None)
 
 
 def mark_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
-    """Record on a parameter which part of the full one it is."""
+    """Record on a parameter which part of the full parameter it is; returns the parameter."""
     parameter.spbench_shard = shard  # type: ignore[attr-defined]
     return parameter
 
 
 def mark_expert(parameter: nn.Parameter, stacked: bool = False) -> nn.Parameter:
-    """Record on a parameter that it is one of a routed expert's, or stacks those of several, which the ranks
-    along ep share out."""
+    """Record on a parameter that it belongs to a routed expert, or is ``stacked`` from several experts, which
+    the ranks along ep divide among them; returns the parameter."""
     parameter.spbench_expert = True  # type: ignore[attr-defined]
     parameter.spbench_stacked = stacked  # type: ignore[attr-defined]
     return parameter
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether a parameter is one of a routed expert's."""
+    """Whether a parameter belongs to routed experts."""
     return getattr(parameter, "spbench_expert", False)
 
 
@@ -205,16 +205,16 @@ def stacks_experts(parameter: Tensor) -> bool:
 
 
 def divisors(total: int) -> list[int]:
-    """All divisors, the smallest first."""
+    """All divisors of ``total``, the smallest first."""
     return [n for n in range(1, total + 1) if total % n == 0]
 
 
 def nearest(sizes: Sequence[int], size: int) -> str:
-    """The neighbours of ``size`` in the rising ``sizes``, which do not contain it: "4 or 6"."""
+    """The neighbours of ``size`` in the rising ``sizes``, which do not contain ``size``, as "4 or 6"."""
     below, above = [n for n in sizes if n < size], [n for n in sizes if n > size]
     return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
 
 
 def nearest_divisors(total: int, size: int) -> str:
-    """The divisors of ``total`` next below and next above ``size``, which is none of them: "4 or 6"."""
+    """The divisors of ``total`` next below and above ``size``, which is no divisor, as "4 or 6"."""
     return nearest(divisors(total), size)

@@ -1,12 +1,12 @@
 """Strategies and models in Python files that are in no package: ``--strategy FILE.py``, ``--model FILE.py``.
 
-A file that was added is a submodule of this module, so that its classes travel between processes by name. Its
-path travels by the environment, which the processes of a sweep and the ranks take over.
+An added file becomes a submodule of this module, so that its classes can be pickled by name. Its path is in
+the environment, which the processes of a sweep and the ranks inherit.
 
-Code that is not of this package: files and plug-ins of users, which are imported and called here.
+This module also imports and calls code of users: files and plug-ins.
 
-Whatever such code does is told as a fault of it. It must not end a command with success: a strategy that
-calls ``sys.exit(0)`` would look like one that has been verified.
+An error in such code is reported as the code's fault. The code must not end a command with success, because a
+strategy that calls ``sys.exit(0)`` would then look verified.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from typing import NoReturn
 
 from spbench.impls import loose_files
 
-#: of the environment: the paths of the files, with ``os.pathsep`` between
+#: the environment variable with the paths of the files, with ``os.pathsep`` between
 LOOSE_FILES = "SPBENCH_FILES"
 
-#: of the environment: files are data here, and none is imported
+#: the environment variable that says that files are only data, so that none is imported
 ONLY_DATA = "SPBENCH_ONLY_DATA"
 
 SUFFIX = ".py"
 
-#: makes a package of this module, whose submodules :class:`_Finder` finds
+#: turns this module into a package, whose submodules :class:`_Finder` finds
 __path__: list[str] = []
 
 
 def is_packaged(cls: type) -> bool:
-    """Whether a class is of this package: of no plug-in, and of no file that was added."""
+    """Whether a class belongs to this package, and not to a plug-in or an added file."""
     module = cls.__module__
     return module.startswith("spbench.impls.") and not module.startswith(f"{__name__}.")
 
 
 def loose_paths() -> tuple[Path, ...]:
-    """The files that were added, in their order."""
+    """The paths of the added files, in the order of their addition."""
     return _paths(os.environ.get(LOOSE_FILES, ""))
 
 
 @cache
 def _paths(joined: str) -> tuple[Path, ...]:
-    """The files that the variable names; the result is kept, as each look at a registry asks."""
+    """The paths in the environment variable's value; cached, because each look at a registry calls this."""
     return tuple(Path(path) for path in joined.split(os.pathsep) if path)
 
 
 def modules() -> list[ModuleType]:
-    """The files as modules, imported at the first call.
+    """The added files as modules, imported at the first call.
 
     Raises whatever the files raise as they are imported.
     """
@@ -67,13 +67,13 @@ def modules() -> list[ModuleType]:
 
 
 def add_file(path: Path) -> ModuleType:
-    """Import a file, and have it searched for strategies and models from now on, here and in all processes
-    that this one starts.
+    """Import a file as a module, in which this process and its child processes then search for strategies and
+    models.
 
     Raises:
-        PermissionError: no file's code may run here.
+        PermissionError: no file's code may run in this process (ONLY_DATA).
         ValueError: another file of that name was added.
-        BaseException: whatever the file raises, as SystemExit.
+        BaseException: whatever the file raises, for example SystemExit.
     """
     if os.environ.get(ONLY_DATA):
         raise PermissionError("no code of files is run here; run the command in a shell instead")
@@ -91,18 +91,18 @@ def add_file(path: Path) -> ModuleType:
 
 
 def file_digests() -> dict[str, str]:
-    """A digest of the content of each file that was added, by its path: what :func:`share_files` takes."""
+    """The digest of each added file's content, by its path: the argument of :func:`share_files`."""
     return {str(path): _digest(path) for path in loose_paths()}
 
 
 def share_files(files: Mapping[str, str]) -> None:
-    """Have the files that another process has added found here too, and no others.
+    """Use the files that another process has added in this process too, and no others.
 
     Args:
-        files: of :func:`digests` there. The other process may be on another machine.
+        files: :func:`file_digests` of the other process, which may be on another machine.
 
     Raises:
-        ValueError: a file is not here, or is not the same.
+        ValueError: a file is missing on this machine, or has another content.
     """
     for name, digest in files.items():
         own_digest = _digest(Path(name)) if Path(name).is_file() else None
@@ -123,7 +123,7 @@ def _module_name(path: Path) -> str:
 
 
 class _Finder:
-    """Finds the files as submodules of this module."""
+    """An import finder of the added files as submodules of this module."""
 
     @staticmethod
     def find_spec(
@@ -138,9 +138,9 @@ sys.meta_path.append(_Finder)
 
 @contextmanager
 def exits_refused() -> Iterator[None]:
-    """Inside, ``os._exit`` of the main thread of this process raises a RuntimeError instead.
+    """A context in which ``os._exit`` of this thread raises RuntimeError and does not end the process.
 
-    Threads and forked processes may still end themselves by it: multiprocessing's do.
+    Other threads and forked processes may still call it, as those of multiprocessing do.
     """
     end, process, thread = os._exit, os.getpid(), threading.get_ident()
 
@@ -157,7 +157,7 @@ def exits_refused() -> Iterator[None]:
 
 
 def raised(error: BaseException) -> str:
-    """Type and message of an exception, in one line; of a SystemExit the call that raises it."""
+    """The type and message of an exception, in one line; for a SystemExit, the call that raises it."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r}) would end the command"
     try:
@@ -168,11 +168,11 @@ def raised(error: BaseException) -> str:
 
 
 def place_of_error(error: BaseException, files: Collection[Path] | None = None) -> str:
-    """FILE:LINE of the last call in one of some files on the way to where an exception was raised; "" where
+    """The text FILE:LINE of the last call in an exception's traceback that is in one of ``files``; "" if
     there is none.
 
     Args:
-        files: None: those that were added (:mod:`spbench.impls.loose_files`).
+        files: paths of files; None: the added files.
     """
     names = {str(path) for path in (loose_files.loose_paths() if files is None else files)}
     calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -191,6 +191,6 @@ def printed(error: BaseException) -> str:
 
 
 def told(error: BaseException) -> str:
-    """:func:`raised`, after the place in a file that was added, if there is one."""
+    """The text of :func:`raised`, after the place of the error in an added file if there is one."""
     at = place_of_error(error)
     return f"{at}: {raised(error)}" if at else raised(error)

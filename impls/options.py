@@ -12,22 +12,22 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 T = TypeVar("T")
 
-#: shows a value that is wrong, in part where it is long
+#: formats wrong values for messages, and shortens long ones
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 120
 
-#: the largest whole number that an option may be, beyond which sums of bytes would overflow; and what is
-#: gone through one by one may be less; programs' buckets of gradients are larger, and no sum's factor
+#: the largest whole number of an option, beyond which sums of bytes would overflow; LARGEST_OF: less for
+#: layers, which loops go through, and more for gradient buckets, which no sum multiplies
 LARGEST = 2**24
 LARGEST_OF = {"layers": 2**12, "bucket_size": 2**31, "bucket_elements": 2**31}
-#: the least that a whole number may be, where its default does not say
+#: the smallest whole number of an option, where its default does not tell
 _MAY_BE_NONE = "experts", "shared_inner", "dense_layers", "router_groups", "router_group_topk", "mtp_layers"
 LEAST_OF = dict.fromkeys(("expert_pattern", *_MAY_BE_NONE), 0)
-#: numbers that are the share of what is dropped; that are above 0; and that are at least 0
+#: options that are probabilities; options that are above 0; options that are at least 0
 PROBABILITIES = ("dropout", "attention_dropout", "lora_dropout")
 POSITIVE = ("capacity", "lora_alpha", "norm_epsilon", "rotary_base", "router_scale", "window_rotary_base")
 NOT_NEGATIVE = ("aux_weight", "logit_cap", "mtp_weight", "z_weight")
-#: by an option, those that do nothing without it
+#: for each option, the options that have no effect while it is off
 WITHOUT: Mapping[str, Collection[str]] = {
     "experts": (
         "experts_per_token",
@@ -47,8 +47,8 @@ class Saving:
     """A change of options that takes less memory.
 
     Attributes:
-        options: the new values by name, of the options that say this.
-        words: what it does.
+        options: the new values, by the option's name.
+        words: the effect of the change.
     """
 
     options: Mapping[str, Any]
@@ -57,31 +57,31 @@ class Saving:
 
 @dataclass(frozen=True)
 class Options:
-    """What may be chosen about a strategy or a backend; this base: nothing."""
+    """Options of a strategy or a backend; this base class has none."""
 
     def savings(self) -> Iterator[Saving]:
-        """The changes that take less memory than these options do, the cheapest first."""
+        """Yields the changes that take less memory than these options, the cheapest first."""
         yield from ()
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
-        """The settings that a search for the fastest layout looks at, the most promising first; here the
-        defaults alone.
+        """Yields the settings that a search for the fastest layout tries, the most promising first; by
+        default only the defaults, {}.
 
         Args:
-            heeded: what the model's attention heeds beside a causal mask: "documents", "window".
+            heeded: features of the model's attention in addition to a causal mask: "documents", "window".
         """
         yield {}
 
 
 def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is wrong with values of the fields of a frozen dataclass: their types, and the bounds of numbers,
-    as (name, message). A field of whole numbers has a count of something, and of none only where that is the
-    default; a field of others may be given a whole number too.
+    """Yields (name, message) for each wrong value of a frozen dataclass's fields: of another type, or out of
+    bounds. A field of whole numbers is a count, which may be 0 only if 0 is the default; other fields accept
+    whole numbers too.
 
     Args:
-        defaults: the dataclass with its defaults.
-        given: of its fields alone.
+        defaults: an instance of the dataclass with its defaults.
+        given: values by name, only of the dataclass's fields.
     """
     adapters = _adapters(cast(Hashable, type(defaults)))
     for name, value in given.items():
@@ -105,7 +105,7 @@ def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _unmet(name: str, number: float) -> str:
-    """The bound of an option that a number does not meet; "" if there is none."""
+    """The bound that a number violates as the option ``name``; "" if it violates none."""
     if name in PROBABILITIES and not 0 <= number < 1:
         return "a probability, from 0 to below 1"
     if name in POSITIVE and number <= 0:
@@ -114,7 +114,7 @@ def _unmet(name: str, number: float) -> str:
 
 
 def values_without_effect(options: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Options that are given, and do nothing as another is off, as (name, message)."""
+    """Yields (name, message) for each given option that has no effect because another option is off."""
     for needed, names in WITHOUT.items():
         if not getattr(options, needed, True):
             for name in (each for each in names if given.get(each)):
@@ -123,23 +123,23 @@ def values_without_effect(options: Any, given: Mapping[str, Any]) -> Iterator[tu
 
 @cache
 def _hints(options: Any) -> Mapping[str, str]:
-    """The types of the fields of a dataclass, in words."""
+    """The types of a dataclass's fields as texts, by name."""
     return {name: str(hint) for name, hint in get_type_hints(options).items()}
 
 
 @cache
 def _adapters(options: Any) -> Mapping[str, TypeAdapter[Any]]:
-    """What checks the value of each field of a dataclass; kept, as evaluating annotations takes long."""
+    """The validators of a dataclass's fields, by name; cached, because evaluating annotations takes long."""
     hints = get_type_hints(options)
     config = ConfigDict(allow_inf_nan=False)
     return {f.name: TypeAdapter(hints[f.name], config=config) for f in fields(options)}
 
 
 def check_choices(options: object, choices: Mapping[str, Iterable[str]]) -> None:
-    """Check fields that are words.
+    """Check that fields of options have one of some words.
 
     Args:
-        choices: what may be chosen, by field.
+        choices: the words that each field may have, by its name.
 
     Raises:
         ValueError: a field has another value.
@@ -150,19 +150,19 @@ def check_choices(options: object, choices: Mapping[str, Iterable[str]]) -> None
 
 
 def with_options(options: T, changed: Mapping[str, Any]) -> T:
-    """A frozen dataclass with those of some options changed that it has."""
+    """A copy of a frozen dataclass with the values of ``changed`` for its fields; other names are ignored."""
     names = {f.name for f in fields(options)}  # type: ignore[arg-type]
     return replace(options, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
 
 
 def set_options(defaults: T, given: Mapping[str, Any] | None, owner: str) -> T:
-    """A frozen dataclass with some of its fields changed.
+    """A copy of a frozen dataclass with some of its fields changed.
 
     Args:
-        owner: whose options they are, for messages.
+        owner: the owner of the options, for messages.
 
     Raises:
-        KeyError: there is no such field; with those that there are.
+        KeyError: there is no such field; the message lists the fields.
         ValueError: the dataclass refuses a value.
     """
     allowed = [f.name for f in fields(defaults)]  # type: ignore[arg-type]

@@ -29,21 +29,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Which rank of which mesh this one is.
+    """The place of one rank on a mesh: its coordinates, and the sizes of the mesh.
 
-    Methods take axes of the mesh, or folded ones: "ep", "etp" and "edp".
+    Methods take axes of the mesh, or folded axes: "ep", "etp" and "edp".
 
     Attributes:
-        sizes: ranks along each axis, in the order of the mesh; axes that are left out have one. With those
-            along ep and etp.
-        coordinates: of this rank along each axis of the mesh; 0 along those that are left out.
-        mesh: the device mesh with the process groups; None for a rank that is only planned with, and for a
+        sizes: number of ranks along each axis, in the order of the mesh, and along ep and etp; axes that are
+            left out have one rank.
+        coordinates: coordinates of this rank along each axis of the mesh; 0 along axes that are left out.
+        mesh: the device mesh with the process groups; None for a rank without process groups, and for a
             single device.
-        flattened: axes, as "dp_sp" in the order of MESH_AXES, of the groups that :meth:`group` made over
-            several of them and :meth:`subgroup` over a part of their ranks, by the name of the group; also
-            of groups along folded axes.
-        subgroups: what :meth:`subgroup` has made, by its arguments, and :meth:`group` along folded axes.
-        submeshes: what :meth:`submesh` has made, by its axes; torch takes milliseconds to cut one.
+        flattened: axes, as "dp_sp" in the order of MESH_AXES, by the name of the process group: of groups
+            over several axes, over a part of an axis's ranks (:meth:`subgroup`), and along folded axes.
+        subgroups: the groups of :meth:`subgroup`, by its arguments, and of :meth:`group` along folded axes.
+        submeshes: the meshes of :meth:`submesh`, by its axes; torch takes milliseconds to cut a mesh.
     """
 
     sizes: Sizes = field(default_factory=dict)
@@ -60,7 +59,7 @@ class Place:
         """The place of this process on a device mesh.
 
         Args:
-            sizes: those of a cell, for the folded axes; None: there are none.
+            sizes: the sizes of a cell, for its folded axes; None: there are none.
         """
         names = mesh.mesh_dim_names or ()
         coordinates = mesh.get_coordinate()
@@ -77,11 +76,11 @@ class Place:
         return cls(sizes, coordinates)
 
     def size(self, *axes: str) -> int:
-        """The number of ranks that these axes have together."""
+        """The number of ranks along these axes together."""
         return ranks_along(axes, self.sizes)
 
     def rank(self, *axes: str) -> int:
-        """The number of this rank among those of the same coordinates along all other axes: its number in
+        """The number of this rank among the ranks that differ from it only along these axes: its rank in
         their :meth:`group`, whose ranks are in the order of the mesh, not of ``axes``."""
         folded = folds(axes)
         coordinates = folded_place(self.stage_rank, self.sizes) if folded else self.coordinates
@@ -93,7 +92,7 @@ class Place:
 
     @property
     def stage_rank(self) -> int:
-        """The number of this rank among those of its pipeline stage."""
+        """The number of this rank among the ranks of its pipeline stage."""
         return self.rank(*(axis for axis in self.sizes if axis not in ("pp", *FOLDED_AXES)))
 
     @property
@@ -103,14 +102,14 @@ class Place:
 
     @property
     def global_rank(self) -> int:
-        """The number of this rank among all."""
+        """The number of this rank among all ranks of the mesh."""
         return self.rank(*(axis for axis in self.sizes if axis not in FOLDED_AXES))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group of the ranks that differ from this one along these axes alone; None where that is
-        this rank alone, and without a device mesh. Over several axes of more than one rank it is made at the
-        first call, so all ranks must ask for the same groups in the same order. One along folded axes is made
-        at its first call too, which only its ranks need to make."""
+        """The process group of the ranks that differ from this rank only along these axes; None if this is
+        the only one, or without a device mesh. A group over several axes of more than one rank is made at the
+        first call, so all ranks must ask for the same groups in the same order. A group along folded axes is
+        made at the first call too, and only its ranks need to call."""
         several = [axis for axis in axes if self.size(axis) > 1]
         if self.mesh is None or not several:
             return None
@@ -121,10 +120,10 @@ class Place:
         return self.submesh(*several).get_group()
 
     def subgroup(self, *axes: str, size: int, across: bool = False) -> dist.ProcessGroup | None:
-        """The process group of this rank's run of consecutive ranks of :meth:`group`, which consists of runs
-        of ``size``; with ``across`` that of the ranks which have this one's place in each run. None where
-        that is this rank alone, and without a device mesh. It is made at the first call, which only the ranks
-        of the subgroup need to make.
+        """The process group of this rank's run, where :meth:`group` is cut into runs of ``size`` consecutive
+        ranks; with ``across``, of the ranks that have this rank's position in each run. None if this is the
+        only rank, or without a device mesh. The subgroup is made at the first call, and only its ranks need
+        to call.
 
         Raises:
             ValueError: ``size`` does not divide the ranks along the axes.
@@ -157,7 +156,7 @@ class Place:
         return self.subgroups[key]
 
     def members(self, *axes: str) -> list[int]:
-        """The global ranks of :meth:`group`, in its order; this rank alone where that is None."""
+        """The global ranks of :meth:`group`, in its order; only this rank if there is no group."""
         if not folds(axes):
             others = [axis for axis in self.sizes if axis not in axes]
             return [*global_ranks(self.sizes, {axis: [self.coordinates.get(axis, 0)] for axis in others})]
@@ -167,14 +166,14 @@ class Place:
     def _new_group(self, ranks: list[int], axes: Sequence[str]) -> dist.ProcessGroup:
         import torch.distributed as dist
 
-        # a pipeline stage without such a parameter does not ask
+        # only the group's ranks call: a pipeline stage without such a parameter does not
         group = dist.new_group(ranks, use_local_synchronization=True)
         self.flattened[group.group_name] = group_name(axes, self.sizes)
         return group
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The ranks of :meth:`group` as a mesh of one axis, which may be of one rank; made at the first call
-        unless it is along one axis of more than one rank, so all ranks must ask for the same.
+        """The ranks of :meth:`group` as a mesh of one axis, which may have one rank. The mesh is made at the
+        first call unless one axis has all its ranks, so all ranks must ask for the same meshes.
 
         Raises:
             ValueError: there is no device mesh.
@@ -198,7 +197,7 @@ class Place:
                 return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=axes[:1])
             if len(several) == 1:
                 return mesh[several[0]]
-            if not several:  # a group that does communicate, unlike that of the axis
+            if not several:  # a group that can communicate, unlike the fake group of an axis of one rank
                 return DeviceMesh(mesh.device_type, [self.global_rank], mesh_dim_names=axes[:1])
             name = "_".join(axis for axis in MESH_AXES if axis in several)
             flat = mesh[tuple(several)]._flatten(name)
@@ -211,8 +210,8 @@ ALONE = Place()
 
 
 def global_ranks(sizes: Sizes, coordinates: Mapping[str, Sequence[int]]) -> Iterator[int]:
-    """The global ranks whose coordinates are among those given along each axis, in the order in which these
-    are given, the last axis of the mesh fastest; along axes that are left out any coordinate will do."""
+    """Yields the global ranks whose coordinate along each axis is one of ``coordinates``, in the given order,
+    the last axis of the mesh fastest; along axes that are left out every coordinate counts."""
     whole = whole_mesh(sizes)
     chosen = [coordinates.get(axis, range(size)) for axis, size in whole.items()]
     counts = [*whole.values()]

@@ -1,5 +1,5 @@
 """Strategies, peers, data-parallel backends and models by name: those in the modules of their packages, and
-those of plug-ins. Nothing here imports torch before it is asked."""
+those of plug-ins. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from spbench.impls.peers.peer import Peer
     from spbench.impls.strategies.base import Strategy
 
-#: used where a cell names no backend
+#: the backend of cells that name none
 DEFAULT_BACKEND = "legacy_ddp"
 
 
@@ -30,8 +30,8 @@ def all_strategies() -> Mapping[str, type[Strategy]]:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy of that name: of :func:`all_strategies`, of :func:`all_peers`, installed or not, or of
-    :func:`all_as_published`.
+    """The class of the strategy of that name: one of :func:`all_strategies`, of :func:`all_peers` (installed
+    or not), or of :func:`all_as_published`.
 
     Raises:
         KeyError: with the known names, if there is none.
@@ -47,7 +47,7 @@ def all_peers() -> Mapping[str, type[Peer]]:
 
 
 def all_as_published() -> Mapping[str, type[AsPublished]]:
-    """Every baseline as its authors ran it, by name; none is a method to use."""
+    """Every baseline as its authors ran it, by name; no baseline is a method to use."""
     from spbench.impls.as_published.as_published import AsPublished
 
     return named_classes("spbench.impls.as_published", AsPublished)
@@ -61,7 +61,7 @@ def all_backends() -> Mapping[str, type[Backend]]:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """The backend of that name.
+    """The class of the backend of that name.
 
     Raises:
         KeyError: with the known names, if there is none.
@@ -70,12 +70,12 @@ def backend_class(name: str) -> type[Backend]:
 
 
 def options_of_backend(name: str, given: Mapping[str, Any]) -> Options:
-    """The options of the backend of that name, some given by name; raises as :func:`set_options`."""
+    """The options of the backend of that name, with those in ``given`` set; raises as :func:`set_options`."""
     return set_options(backend_class(name).options_type(), given, f"backend {name}")
 
 
 def backend_defaults(name: str) -> dict[str, Any]:
-    """The options of a backend as they are by default, by name; none if there is no such backend."""
+    """The default options of a backend, by option name; empty if there is no such backend."""
     return asdict(all_backends()[name].options_type()) if name in all_backends() else {}
 
 
@@ -93,17 +93,17 @@ def model_preset(
     """The model of that name with some of its options changed.
 
     Args:
-        config: the fields of a Hugging Face config.json; then ``name`` is its path, for messages alone.
+        config: the fields of a Hugging Face config.json; then ``name`` is its path, used only in messages.
 
     Raises:
         KeyError: unknown name or option, with the known ones.
-        ValueError: the model refuses a value, or the config.json has something that no model here has.
+        ValueError: the model refuses a value, or the config.json has something that no model supports.
     """
     return set_options(unchanged_model(name, config), options, f"model {name}")
 
 
 def unchanged_model(name: str, config: Mapping[str, Any] | None = None) -> Model:
-    """As :func:`model_preset`, its options as the preset or the config.json has them."""
+    """The model of :func:`model_preset` with the options of the preset or of the config.json."""
     if config is None:
         return looked_up(all_models(), name, "model")
     from spbench.impls.models.huggingface.config import model_from_config
@@ -111,4 +111,4 @@ def unchanged_model(name: str, config: Mapping[str, Any] | None = None) -> Model
     return model_from_config(config)
 
 
-MESH_AXES.look = all_strategies  # each brings its axes as it is imported
+MESH_AXES.look = all_strategies  # a strategy adds its axes when it is imported

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spbench.impls.keyed_steps import Key, keyed_steps
 
-#: what the work on a block depends on of its owner's rank, beside what :func:`ring` knows already
+#: a key by owner, equal for owners whose blocks take the same work, in addition to what :func:`ring` compares
 OwnerKey = Callable[[int], Hashable]
 
 
@@ -27,9 +27,9 @@ def ring(
     may be read until the next one is asked for.
 
     Args:
-        depends_on: of an owner, what the operators and shapes of the loop's body depend on. Whether it is
-            this rank, a lower or a higher one, and whether its chunk is the last, need not be said. Of the
-            steps that depend on the same, the virtual engine runs only some (:func:`keyed_steps`).
+        depends_on: a key of an owner, on which the operators and shapes of the loop's body depend. The key
+            need not say whether the owner is this rank, lower or higher, or whether its chunk is the last. Of
+            steps with equal keys the virtual engine runs only some (:func:`keyed_steps`).
     """
     if group is None or group.size() == 1:
         yield 0, chunk
@@ -43,15 +43,15 @@ def ring(
 
 
 def owners_in_turn(group: dist.ProcessGroup, depends_on: OwnerKey | None = None) -> Iterator[int]:
-    """The ranks in the order in which their chunks pass by in a :func:`ring`, for what is here already."""
+    """Yields the ranks in the order of a :func:`ring`, for chunks that this rank has already."""
     size, rank = group.size(), group.rank()
     for step in keyed_steps(size, _ring_key(size, rank, depends_on)):
         yield (rank - step) % size
 
 
 def _ring_key(size: int, rank: int, depends_on: OwnerKey | None) -> Key:
-    """What a step round the ring depends on: whether it is the first, which has the rank's own block, or the
-    last, which sends nothing; whether the owner is a lower rank, as causal masks do; ``depends_on``."""
+    """The key of a step round the ring: whether the step is the first, with the rank's own block, or the
+    last, which sends nothing; whether the owner is a lower rank, for causal masks; and ``depends_on``."""
 
     def key(step: int) -> Hashable:
         owner = (rank - step) % size
@@ -61,7 +61,7 @@ def _ring_key(size: int, rank: int, depends_on: OwnerKey | None) -> Key:
 
 
 def shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send ``chunk`` to the next rank of the group and return what the rank before sent."""
+    """Send ``chunk`` to the next rank of the group; returns the chunk that the rank before sent."""
     size, rank = group.size(), group.rank()
     received = torch.empty_like(chunk)
     exchange([(chunk, (rank + 1) % size)], [(received, (rank - 1) % size)], group)
@@ -69,14 +69,14 @@ def shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Ring:
-    """Messages to the next rank while it works on something else, one set of tensors under way at a time.
+    """Messages to the next rank while this rank computes, one set of tensors under way at a time.
 
-    Raises RuntimeError where it is misused: started twice, finished before it was started, or what is being
-    sent was written to meanwhile.
+    Raises RuntimeError if it is started twice, finished before it was started, or if a tensor is written to
+    while it is being sent.
 
     Args:
-        barrier: after each wait all ranks meet, and the host waits until the device has come there, as
-            torch's barrier does on NCCL.
+        barrier: after each wait all ranks meet in a barrier, and the host waits for the device, as in torch's
+            barrier on NCCL.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, barrier: bool = False):
@@ -86,8 +86,8 @@ class Ring:
         self._works: list[dist.Work] = []
 
     def start(self, *tensors: Tensor, to: int = 1) -> None:
-        """Begin to send tensors to the next rank, or to the one ``to`` ranks on, and to receive as many from
-        as far back."""
+        """Begin to send tensors to the rank ``to`` places after this rank, and to receive as many from the
+        rank ``to`` places before."""
         if self._sent:
             raise RuntimeError("tensors are under way already; finish first")
         size, rank = self.group.size(), self.group.rank()
@@ -100,7 +100,7 @@ class Ring:
         self._works = dist.batch_isend_irecv(operations)
 
     def finish(self) -> tuple[Tensor, ...]:
-        """Wait for what is under way; returns what the rank behind sent."""
+        """Wait for the messages under way; returns the received tensors."""
         if not self._sent:
             raise RuntimeError("nothing is under way; start first")
         for work in self._works:
@@ -118,7 +118,7 @@ class Ring:
         self, *tensors: Tensor, depends_on: OwnerKey | None = None
     ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Pass tensors round the ring: yields (owner, tensors of that owner), this rank's own first, each set
-        while the next one is under way. After N steps every rank has seen all and has sent N-1 sets.
+        while the next set is under way. After N steps every rank has seen all sets and has sent N-1 sets.
         ``depends_on`` is that of :func:`ring`."""
         size, rank = self.group.size(), self.group.rank()
         for step in keyed_steps(size, _ring_key(size, rank, depends_on)):
@@ -130,8 +130,8 @@ class Ring:
 
 
 def wait_for_device(x: Tensor) -> None:
-    """The host waits until the device that x is on has done all that it was given, as where it reads a
-    value. On fake tensors nothing waits, and the event log notes it."""
+    """Let the host wait until the device of x has done all its work, as when the host reads a value. With
+    fake tensors the host does not wait, and the event log records the wait."""
     torch.get_device_module(x.device).synchronize()
 
 
@@ -142,8 +142,8 @@ def exchange(
     *,
     host_waits: bool = False,
 ) -> None:
-    """Send tensors and fill others, each with the rank of its peer in the group; the device waits for all of
-    it, and the host too if it is to."""
+    """Send tensors and receive into others, given as (tensor, rank of the peer in the group); the device
+    waits for all messages, and with ``host_waits`` the host too."""
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
     for work in dist.batch_isend_irecv(operations) if operations else []:
@@ -155,8 +155,8 @@ def exchange(
 def begin_exchange(
     sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """As :func:`exchange`, one message after another; returns what is to be waited for, sends first. Ranks of
-    even number send before they receive, so that neighbours do not wait for each other."""
+    """Begin the messages of :func:`exchange`, one after another; returns the works to wait for, sends first.
+    Even ranks send before they receive, so that neighbours do not wait for each other."""
     sent = [partial(dist.isend, x, group=group, group_dst=peer) for x, peer in sends]
     received = [partial(dist.irecv, x, group=group, group_src=peer) for x, peer in receives]
     in_order = [*sent, *received] if group.rank() % 2 == 0 else [*received, *sent]
@@ -165,7 +165,7 @@ def begin_exchange(
 
 
 def add_from_peer(x: Tensor, group: dist.ProcessGroup, peer: int) -> None:
-    """Add to x, in place, the peer's x, while the peer does the same."""
+    """Exchange x with a peer, and add the peer's x to x in place, as the peer does too."""
     received = torch.empty_like(x)
     exchange([(x, peer)], [(received, peer)], group)
     x.add_(received)

@@ -1,8 +1,8 @@
 """Which experts tokens go to, where that is known before a step runs: even, skewed or counted elsewhere.
 
-A token's experts follow from its position in the sequence alone, the same in every sample and every layer. So
-each rank knows what every other rank sends to each expert, virtual ranks without values too, and a strategy
-that spreads positions in any order agrees with one device. Nothing here needs a tensor.
+A token's experts follow only from its position in the sequence, the same in every sample and every layer. So
+each rank knows how many tokens every other rank sends to each expert, also virtual ranks without values, and
+a strategy that spreads positions in any order agrees with one device. This module needs no tensor.
 
 Letters: L positions, E experts, k experts a token.
 """
@@ -27,14 +27,14 @@ class RoutingPlan:
     """The experts of every position.
 
     Attributes:
-        routing: "even": each expert has as many tokens; "round_robin": each token takes the next k
+        routing: "even": each expert has equally many tokens; "round_robin": each token takes the next k
             experts, as torchtitan and NeMo Automodel force it; "zipf:S" or "zipf:S:SEED": expert number n of
             a seeded order is drawn in proportion to n^-S, k different ones for each token; else the path of a
             file with a count for each expert, in proportion to which they are drawn.
-        experts: E.
-        per_token: k.
-        groups, group_topk: of "even": experts in that many groups, of which a token meets ``group_topk``;
-            0: no groups.
+        experts: the number of experts, E.
+        per_token: the number of experts of a token, k.
+        groups, group_topk: for "even": the number of groups of experts, and of groups in which a token has
+            experts; 0: no groups.
 
     Raises:
         ValueError: the routing cannot be read, or k is more than E.
@@ -53,12 +53,12 @@ class RoutingPlan:
             _shares(self.routing, self.experts)
 
     def of_positions(self, length: int) -> np.ndarray:
-        """The experts of each position, int64 [L, k]; not to be changed."""
+        """The experts of each position, int64 [L, k], a cached array that callers must not change."""
         return _experts_of(self, length)
 
     def tokens(self, positions: np.ndarray, length: int, batch: int) -> np.ndarray:
-        """How many tokens ``batch`` samples of a rank with these positions, of ``length`` in all, send to
-        each expert, int64 [E]."""
+        """The number of tokens that a rank sends to each expert, int64 [E], from ``batch`` samples of
+        ``length`` positions, of which the rank has ``positions``."""
         chosen = self.of_positions(length)[positions]
         return np.bincount(chosen.ravel(), minlength=self.experts) * batch
 
@@ -81,10 +81,10 @@ def _experts_of(plan: RoutingPlan, length: int) -> np.ndarray:
 
 
 def _even(plan: RoutingPlan, positions: np.ndarray) -> np.ndarray:
-    """Experts at equal distances, the first one further for each position.
+    """The experts [L, k] of "even" routing: at equal distances, each position's experts one after the last's.
 
-    And one further for each block of E positions, and for each E blocks, so that also every E-th position, as
-    a rank has in stripes, meets all experts. Only where E divides L: a part of a block has no such order.
+    The experts shift by one more after each block of E positions, and after each E blocks, so that every E-th
+    position, as a rank has in stripes, also meets all experts. This needs that E divides L.
     """
     places = np.arange(plan.per_token)
     blocks = positions // plan.experts if len(positions) % plan.experts == 0 else np.zeros_like(positions)
@@ -109,10 +109,10 @@ def _seed(routing: str) -> int:
 
 @lru_cache(maxsize=8)
 def _shares(routing: str, experts: int) -> np.ndarray:
-    """The share of tokens of each expert, but for a factor.
+    """The share of tokens of each expert [E], up to a constant factor.
 
     Raises:
-        ValueError: neither a skew nor a file that can be read, or the file has counts of other experts.
+        ValueError: ``routing`` is neither a skew nor a readable file, or the file has not E counts.
     """
     if match := _zipf(routing):
         return np.arange(1.0, experts + 1) ** -float(match[1])
@@ -135,12 +135,13 @@ def _shares(routing: str, experts: int) -> np.ndarray:
 
 
 def capacity_of(tokens: int, per_token: int, experts: int, factor: float | None) -> int | None:
-    """The tokens that each expert takes of a rank's ``tokens`` at most; None: all."""
+    """The largest number of a rank's ``tokens`` that each expert takes; None: no limit."""
     return None if factor is None else math.ceil(tokens * per_token / experts * factor)
 
 
 def taken(tokens: np.ndarray, capacity: int | None, *, padded: bool) -> np.ndarray:
-    """The tokens that experts get of those that are sent to them, [..., E]."""
+    """The number of tokens that experts take of the ``tokens`` sent to them, [..., E]; ``padded``: experts
+    get ``capacity`` rows in any case."""
     if capacity is None:
         return tokens
     return np.full_like(tokens, capacity) if padded else np.minimum(tokens, capacity)

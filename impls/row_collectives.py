@@ -1,4 +1,4 @@
-"""Collectives of rows, of which each rank has another number, as tokens on their way to experts.
+"""Collectives of rows where ranks have different numbers of rows, as tokens on their way to experts.
 
 ====================  =======================  ==========================  =================================
 function              forward                  backward                    use: x before, result after
@@ -8,7 +8,7 @@ all_gather_rows       all-gather               reduce-scatter              rows,
 reduce_scatter_rows   reduce-scatter           all-gather                  parts of a sum, rows
 ====================  =======================  ==========================  =================================
 
-Every rank knows all numbers of rows. Without a group, or with one rank, they do nothing.
+Every rank knows all numbers of rows. Without a group, or with one rank, the functions do nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from spbench.impls.kernels.kept_results import kept_exchange
 
 
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """The rows [sum of ``received``, ...] that each rank has for this one, of x [sum of ``sent``, ...], which
-    has the next ``sent[i]`` rows for rank i."""
+    """All-to-all of rows: sends the rows of x [sum of ``sent``, ...], the next ``sent[i]`` of which are for
+    rank i; returns the received rows [sum of ``received``, ...]."""
     return with_gradient(_rows_exchanged, _rows_exchanged_back, x, tuple(sent), tuple(received), group)
 
 
 def all_gather_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """As :func:`all_gather` along the first dim, where rank i has ``rows[i]``. What is sent is as long as the
-    longest."""
+    """:func:`all_gather` along the first dim, where rank i has ``rows[i]`` rows; each rank sends as many rows
+    as the rank with the most."""
     if group is None or group.size() == 1:
         return x
     whole = all_gather(_padded(x, max(rows)), 0, group)
@@ -46,7 +46,7 @@ def all_gather_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
 
 
 def reduce_scatter_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """As :func:`reduce_scatter` along the first dim, where rank i gets ``rows[i]``."""
+    """:func:`reduce_scatter` along the first dim, where rank i gets ``rows[i]`` rows."""
     if group is None or group.size() == 1:
         return x
     if len(set(rows)) > 1:
@@ -55,7 +55,7 @@ def reduce_scatter_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
 
 
 def gather_flags(x: Tensor, group: Group) -> Tensor:
-    """What has no gradient, of all ranks one after another along the first dim."""
+    """x of all ranks one after another along the first dim, for a tensor without gradient."""
     if group is None or group.size() == 1:
         return x
     parts, arrival = start_all_gather(x, group)

@@ -1,4 +1,4 @@
-"""The arithmetic of what ranks send: wire bytes of collectives, and the entries of closed forms."""
+"""The bytes that ranks send: wire bytes of collectives, and the entries of closed forms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from spbench.impls.axes import Sizes, ranks_along
 
-#: share of the payload that one rank sends, as a function of N, for ring algorithms
+#: share of the payload that one rank sends, as a function of the number of ranks N, for ring algorithms
 #: (Thakur et al. 2005; nccl-tests PERFORMANCE.md). The payload is the whole tensor: the input of
 #: all_reduce, reduce_scatter, all_to_all and broadcast, the output of all_gather.
 WIRE_SHARE = {
@@ -34,9 +34,9 @@ class Traffic:
     """A closed-form entry: ``count`` collectives of ``payload_bytes`` each in one phase of a step.
 
     ``phase`` is forward, backward, gradient_sync or optimizer; ``purpose`` is for the reader. ``axes`` are
-    those of the mesh over whose ranks it goes: all of them together, or ``run`` of them each
+    the mesh axes whose ranks form the group: all ranks together, or ``run`` of these ranks each
     (:meth:`Place.subgroup`). ``varies``: the payload is that of an even routing of tokens, from which ranks
-    with values may depart.
+    with values may deviate.
     """
 
     phase: str
@@ -57,9 +57,9 @@ class Traffic:
         return replace(self, count=n * self.count)
 
     def group_size(self, sizes: Sizes) -> int:
-        """Ranks of the group, on a mesh of these sizes."""
+        """The number of ranks of the group, on a mesh of these sizes."""
         return self.run or ranks_along(self.axes, sizes)
 
     def sent_bytes(self, size: int) -> Fraction:
-        """Bytes that one of ``size`` ranks sends for this entry."""
+        """The wire bytes that one of ``size`` ranks sends for this entry."""
         return self.count * wire_bytes(self.collective, self.payload_bytes, size)

@@ -1,8 +1,8 @@
-"""Work that some ranks have and others have not, marked as it is done.
+"""Marks of work that some ranks have and others do not, set while the work is done.
 
 Under a causal mask, rank r of contiguous chunks attends to its own block of keys and to those of the r ranks
-before it. All else that ranks do is alike. So one rank's step stands for all, if it says which of its
-kernels are for the blocks of lower ranks: an observer can tell from these what each other rank does.
+before it. Ranks do all other work alike. So one rank's step tells the work of all ranks, if it marks its
+kernels for the blocks of lower ranks: an observer can derive from the marks what each other rank does.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-#: what all ranks do
+#: the mark of work that all ranks do
 EVERYONE = 0
-#: what is done at once for the blocks of all lower ranks: as much of it as there are such blocks
+#: the mark of work for the blocks of all lower ranks together, in proportion to their number
 ALL_LOWER = -1
 
 _note: ContextVar[Callable[[int], None] | None] = ContextVar("what notes whose work it is", default=None)
@@ -21,11 +21,11 @@ _note: ContextVar[Callable[[int], None] | None] = ContextVar("what notes whose w
 
 @contextmanager
 def work_of(whose: int) -> Iterator[None]:
-    """What is computed inside is for blocks of lower ranks.
+    """A context whose work is for blocks of lower ranks.
 
     Args:
-        whose: ALL_LOWER; or, where blocks are worked on one after another, the nearest rank's first, how many
-            of these there are on this rank.
+        whose: ALL_LOWER; or, if blocks follow one after another, the nearest rank's first, the number of such
+            blocks on this rank.
     """
     note = _note.get()
     if note is not None:
@@ -39,7 +39,7 @@ def work_of(whose: int) -> Iterator[None]:
 
 @contextmanager
 def noting_work(note: Callable[[int], None]) -> Iterator[None]:
-    """Inside, ``note`` is called with whose work it is that begins: see :func:`work_of`, or EVERYONE."""
+    """A context that calls ``note`` when work begins, with ``whose`` of :func:`work_of`, or with EVERYONE."""
     token = _note.set(note)
     try:
         yield

@@ -9,7 +9,7 @@ from spbench.impls.discovery import FunctionModules
 
 
 class NothingToDraw(ValueError):
-    """None of the rows is of what a figure shows; the message says what that is."""
+    """No row has numbers that the figure shows; the message says which rows the figure needs."""
 
 
 FIGURES = FunctionModules(__name__, "*", "draw", "figures", "spbench.figures")

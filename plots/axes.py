@@ -1,5 +1,5 @@
-"""The axes of panels (values upwards, with a band for marks below them; lengths or GPUs along), and the marks
-and notes of rows without a number."""
+"""The axes of panels (y: values, above a band for marks; x: lengths or GPUs), and the marks and notes of rows
+without a number."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, MaxNLoca
 from spbench.plots.series import Row, gpus
 from spbench.plots.style import GREY, INK, length_text, tick_texts
 
-#: the band for marks below the values, as a part of the whole panel
+#: the height of the band for marks below the values, as a part of the whole panel
 BAND = 0.115
-#: room above the highest value, of a linear axis as a part of it, and at both ends of a logarithmic one as a
-#: part of its length
+#: the room above the highest value of a linear axis, as a part of that value, and at each end of a
+#: logarithmic axis, as a part of its length
 _ROOM, _LOG_ROOM = 0.14, 0.06
-#: steps of the ticks of logarithmic axes between powers of ten, the fewest first
+#: the factors of ticks of logarithmic axes between powers of ten, the fewest first
 _STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(tenths / 10 for tenths in range(10, 100, 2)))
-_MARGIN = 0.45  # of an x axis, in octaves, at both ends
+_MARGIN = 0.45  # the margin at each end of an x axis, in octaves
 
 
 def value_axis(ax: Axes, values: Sequence[float], *, marks: bool) -> None:
-    """A linear y axis from zero to beyond the largest value; with marks there is a band for them below."""
+    """Draw a linear y axis from zero to above the largest value, with a band for marks below if ``marks``."""
     highest = max(values, default=0.0)
     top = (1 + _ROOM) * highest if highest > 0 else 1.0
     ax.set_ylim(-top * BAND / (1 - BAND) if marks else 0, top)
@@ -42,7 +42,7 @@ def value_axis(ax: Axes, values: Sequence[float], *, marks: bool) -> None:
 
 
 def logarithmic_axis(ax: Axes, values: Sequence[float], *, marks: bool) -> None:
-    """A log10 y axis around values, all above zero; with marks there is a band for them below."""
+    """Draw a log10 y axis around values, all above zero, with a band for marks below if ``marks``."""
     low, high = math.log10(min(values)), math.log10(max(values))
     room = max(0.08, _LOG_ROOM * (high - low))
     foot, top = low - room, high + room
@@ -57,7 +57,7 @@ def logarithmic_axis(ax: Axes, values: Sequence[float], *, marks: bool) -> None:
 
 
 def ticks_between(low: float, high: float) -> list[float]:
-    """The ticks of a logarithmic axis: powers of ten, and between them if there are few."""
+    """The ticks of a logarithmic axis: powers of ten, and values between powers if these are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     scales = (
         [m * 10.0**n for n in powers for m in some if low <= m * 10.0**n <= high]
@@ -68,18 +68,18 @@ def ticks_between(low: float, high: float) -> list[float]:
 
 
 def set_ticks_within(axis: Axis, locator: MaxNLocator, first: float, last: float) -> None:
-    """The ticks of a locator from ``first`` to ``last``."""
+    """Set the ticks of an axis to those of a locator from ``first`` to ``last``."""
     set_ticks(axis, [tick for tick in locator.tick_values(first, last) if first <= tick <= last])
 
 
 def set_error_ticks(axis: Axis, most: int, reach: float) -> None:
-    """Ticks of relative errors up to ``reach`` either way, in percent; ``most``: intervals between them."""
+    """Set ticks, in percent, for relative errors from -reach to reach, with at most ``most`` intervals."""
     ticks = [tick for tick in MaxNLocator(most).tick_values(-reach, reach) if abs(tick) <= reach]
     set_ticks(axis, ticks, [f"{100 * tick:+.6g}%" if abs(tick) > 1e-9 else "0" for tick in ticks])
 
 
 def set_ticks(axis: Axis, ticks: Sequence[float], texts: Sequence[str] | None = None) -> None:
-    """Ticks at these values alone, with these texts or with the values as text."""
+    """Set the ticks of an axis to these values, labelled with ``texts`` or else with the values."""
     axis.set_major_locator(FixedLocator(list(ticks)))
     axis.set_major_formatter(FixedFormatter(list(texts or tick_texts(ticks))))
 
@@ -87,24 +87,24 @@ def set_ticks(axis: Axis, ticks: Sequence[float], texts: Sequence[str] | None = 
 def write_beside(
     ax: Axes, text: str, at: tuple[float, float], points: tuple[float, float], **style: Any
 ) -> None:
-    """Write a small text so many points right of and above a place."""
+    """Write a small text, shifted by ``points`` (right, up) from the place ``at``."""
     ax.annotate(text, at, xytext=points, **{"textcoords": "offset points", "fontsize": 7, **style})
 
 
 def inches_wide(ax: Axes) -> float:
-    """The width of a panel, estimated before the layout: its part of the grid, less room for labels."""
+    """The width of a panel in inches, estimated before the layout: its part of the grid, without labels."""
     widths = np.asarray(_spec(ax).get_gridspec().get_width_ratios(), dtype=float)
     part = widths[_spec(ax).colspan.start] / widths.sum()
     return float((figure_of(ax).get_figwidth() - 0.45) * part - 0.15)
 
 
 def panels_abreast(ax: Axes) -> int:
-    """How many panels stand side by side in the panel's part of the grid."""
+    """The number of panels side by side in the panel's part of the grid."""
     return int(_spec(ax).get_gridspec().ncols)
 
 
 def figure_of(ax: Axes) -> Figure:
-    """The figure of a panel."""
+    """The figure that contains a panel."""
     return cast("Figure", ax.get_figure(root=True))
 
 
@@ -114,13 +114,13 @@ def _spec(ax: Axes) -> SubplotSpec:
 
 @dataclass(frozen=True)
 class Along:
-    """An x axis: log2, with ticks at the places of rows.
+    """A log2 x axis with ticks at the places of rows.
 
     Attributes:
-        at: the place of a row.
-        tick: a place as text.
-        suffix: follows places in notes.
-        oom_persists: whether out of memory at one place means out of memory at all later ones.
+        at: a function from a row to its place, such as the number of GPUs.
+        tick: a function from a place to its text.
+        suffix: a text that follows the places in notes.
+        oom_persists: whether out of memory at one place means out of memory at all larger places.
     """
 
     label: str
@@ -130,12 +130,12 @@ class Along:
     oom_persists: bool
 
     def text(self, places: Sequence[int]) -> str:
-        """Places as text for notes."""
+        """The text of places in notes: "8, 16 GPUs"."""
         return ", ".join(map(self.tick, places)) + self.suffix
 
     def draw_axis(self, ax: Axes, places: Sequence[int]) -> None:
-        """Set scale, limits and ticks for places in ascending order, and label as many as there is room for:
-        all, or those at every octave, every second one, and so on."""
+        """Set scale, limits and ticks for places in ascending order, and label as many ticks as have room:
+        all ticks, or those at every octave, at every second octave, and so on."""
         inches = inches_wide(ax) / (math.log2(places[-1] / places[0]) + 2 * _MARGIN)
         labelled = list(places)
         for octaves in range(1, 64):
@@ -159,30 +159,30 @@ GPUS = Along("Number of GPUs", gpus, str, " GPUs", oom_persists=False)
 
 # -- marks and notes of rows without a number ------------------------------------------------------------
 
-#: status -> (marker, filled, its name in legends); every other status without a number is a failure
+#: for a status: (marker, whether it is filled, name in legends); other statuses without a number are failures
 _MARKS = {"oom": ("x", True, "out of memory"), "unsupported": ("s", False, "unsupported")}
 _FAILURE = ("v", False, "failed")
 
 
 def status_mark(status: str, color: str = INK) -> Line2D:
-    """The mark of a row without a number, not yet placed."""
+    """The mark for a row with this status, which has no number; the mark has no place yet."""
     marker, filled, name = _MARKS.get(status, _FAILURE)
     return marker_line(name, color, marker, "" if filled else "white", markersize=5.5, markeredgewidth=1.4)
 
 
 def marker_line(name: str, color: str, marker: str = "o", face: str = "", **style: Any) -> Line2D:
-    """A marker without a place, as legends have it; without a colour of its face it has that of its edge."""
+    """A marker without a place, for a legend; ``face`` is the colour of its inside, by default ``color``."""
     style |= {"color": color, "markerfacecolor": face or color}
     return Line2D([], [], linestyle="none", marker=marker, label=name, **style)
 
 
 def lost_notes(named: Iterable[tuple[str, Row]]) -> Iterator[str]:
-    """A sentence for each named row that has no number, except those out of memory, with its reason."""
+    """A note for each named row that has no number and is not out of memory, with its status and reason."""
     for name, row in named:
         if row["status"] not in ("ok", "oom"):
             yield f"{name}: {row['status']}{reason_of(row)}"
 
 
 def reason_of(row: Row) -> str:
-    """The reason of a row's status in brackets, empty if it has none."""
+    """The reason of a row's status in brackets; "" if the row has no reason."""
     return f" ({row['reason']})" if row.get("reason") else ""

@@ -18,20 +18,20 @@ from spbench.plots.lines import Value
 from spbench.plots.series import Row, strategy
 from spbench.plots.style import GREY, INK, Look, method_look, number, strategy_name, tick_texts, tint
 
-#: of the distance between two places, the part that the bars of one place fill; one bar alone is narrower
+#: the part of the distance between two places that the bars of a place fill: several bars, and a single one
 _FILLED, _ALONE = 0.86, 0.62
-#: of the width of a bar and the gap beside it
+#: a bar's width, as a part of its width with the gap beside it
 _WIDTH = 0.94
-#: bars longer than this many times the median are cut there, or a few would leave no room for the others
+#: bars are cut at this many times the median length, because long bars would leave no room for others
 _LONGEST = 3.0
 _LEVEL, _LEVEL_INCHES = 0.72, 0.15
-_TEXT_INCHES = 0.062  # of a character
-_PALE = 0.9  # colours of less strength have hatches and edges of their own colour, others white ones
+_TEXT_INCHES = 0.062  # the width of a character
+_PALE = 0.9  # weaker colours have hatches and edges of their own colour, stronger ones white hatches
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a bar, its colour mixed with white unless ``strength`` is 1."""
+    """A piece of a bar; its colour is mixed with white unless ``strength`` is 1."""
 
     length: float
     color: str
@@ -45,10 +45,10 @@ class Bar:
     """A bar, or the mark of a row without a value.
 
     Attributes:
-        segments: from zero on; without any, the mark of ``status`` is drawn.
-        gid, color: of the mark.
-        text: at the bar's end.
-        at: its place on the x axis; of bars on levels it is the number of the level.
+        segments: the pieces from zero on; without pieces, the mark of ``status`` is drawn.
+        gid, color: the id and the colour of the mark.
+        text: the text at the bar's end.
+        at: the bar's place on the x axis; for bars on levels, the number of the level.
     """
 
     segments: Sequence[Segment]
@@ -60,42 +60,40 @@ class Bar:
 
     @classmethod
     def of(cls, value: float | None, look: Look, gid: str, status: str, text: str, at: float) -> Bar:
-        """A bar of one segment, or of none where there is no value, with the text beside a value."""
+        """A bar of one segment with a text; without a value, a bar without segments and text."""
         if value is None:
             return cls([], gid, "", status, look.color, at)
         return cls([Segment(value, look.color, gid, look.hatch)], gid, text, status, look.color, at)
 
     @property
     def length(self) -> float:
-        """The length of all segments."""
+        """The sum of the lengths of all segments."""
         return sum(segment.length for segment in self.segments)
 
 
 def fill(color: str, hatch: str = "", strength: float = 1.0) -> dict[str, Any]:
-    """The colours of a patch, as of segments."""
+    """The keyword arguments of a patch: face colour, edge colour, hatch and line width."""
     edge = color if strength < _PALE else "white"
     return {"facecolor": tint(color, strength), "edgecolor": edge, "hatch": hatch, "linewidth": 0.5}
 
 
 def bar_width(most: int) -> float:
-    """The width of bars where up to ``most`` stand side by side at one place."""
+    """The width of bars, in units of the x axis, if up to ``most`` bars stand side by side at a place."""
     return _WIDTH * _FILLED / most if most > 1 else _ALONE
 
 
 def beside(place: float, count: int, width: float) -> list[float]:
-    """Where ``count`` bars of that width stand side by side around a place."""
+    """The x coordinates of ``count`` bars of this width, side by side around a place."""
     return [place + (index - (count - 1) / 2) * width / _WIDTH for index in range(count)]
 
 
 def draw_bars(ax: Axes, bars: Sequence[Bar], names: Sequence[str], width: float) -> Drawn:
-    """Draw bars upwards; the places 0, 1, ... of the x axis have names.
-
-    Texts of bars that would not fit beside each other are turned upright.
-    """
+    """Draw upright bars over an x axis whose places 0, 1, ... have ``names``. Texts of bars that would
+    overlap are turned by 90 degrees."""
     ax.set_xlim(-0.6, len(names) - 0.4)
     set_ticks(ax.xaxis, range(len(names)), names)
     ax.grid(axis="x", visible=False)
-    # between the middles of neighbours, of which one that is alone in its place has the whole place
+    # the distance between neighbouring bars; a bar that is the only one of its place has the whole place
     apart = inches_wide(ax) / (len(names) + 0.2) * (1 if width == _ALONE else width / _WIDTH)
     longest = max((len(bar.text) for bar in bars), default=0)
     upright = longest * _TEXT_INCHES > apart
@@ -123,11 +121,11 @@ def draw_rows(
     quantity: str,
     text: Callable[[float], str] = number,
 ) -> Drawn:
-    """Draw the rows of each named place of the x axis as bars that look as their strategies do.
+    """Draw the rows of each named place of the x axis as bars, with the colours of their strategies.
 
     Args:
-        quantity: begins the ids of bars, before the place's name and the strategy's.
-        text: writes the value above each bar.
+        quantity: the first word of the bars' ids, before the place's name and the strategy's.
+        text: formats the value above each bar.
     """
     width, bars = bar_width(max(map(len, places.values()))), []
     for place, (name, rows) in enumerate(places.items()):
@@ -139,17 +137,17 @@ def draw_rows(
 
 
 def method_patches(strategies: Mapping[str, Look], name: Callable[[str], str] = strategy_name) -> list[Patch]:
-    """Legend entries of bars of strategies."""
+    """The legend entries of strategies whose rows are bars."""
     return [Patch(**fill(look.color, look.hatch), label=name(of)) for of, look in strategies.items()]
 
 
 def draw_levels(ax: Axes, bars: Sequence[Bar], names: Sequence[str], reach: float = 0.0) -> Drawn:
-    """Draw a bar on each level, the first at the top, over an x axis from zero up. A bar that is much longer
-    than most is cut, which the sign before its text shows; a bar without a text has the sum of its segments.
+    """Draw a horizontal bar on each level, the first at the top, over an x axis from zero. A bar much longer
+    than most is cut, and its text begins with a sign; a bar without a text shows the sum of its segments.
 
     Args:
-        names: of the levels.
-        reach: what the axis must show at least.
+        names: the names of the levels.
+        reach: a value that the x axis must contain.
     """
     lengths = [bar.length for bar in bars if bar.segments]
     end = max(reach, min(max(lengths, default=1.0), _LONGEST * median(lengths or [1.0]))) or 1.0
@@ -164,11 +162,11 @@ def draw_levels(ax: Axes, bars: Sequence[Bar], names: Sequence[str], reach: floa
             left += width
         cut = bar.length > end * (1 + 1e-9)
         text = ("\N{MUCH GREATER-THAN} " if cut else "") + (bar.text or number(bar.length))
-        # what crosses a panel, as the line of a limit, must not cross the text
+        # a white box, so that the line of a limit does not cross the text
         box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
         write_beside(ax, text, (left, level), (2, 0), va="center", color=INK, bbox=box, zorder=4)
     longest = max((len(text.get_text()) for text in ax.texts), default=0)
-    # the names stand in the panel's part of the figure, of panels side by side in that of the first
+    # the names take room from the panel; of panels side by side, only the first has names
     shown = _TEXT_INCHES * max(map(len, names), default=0) / panels_abreast(ax)
     inches = max(0.6, inches_wide(ax) - shown)
     part = max(0.3, 0.97 - _TEXT_INCHES * longest / inches)
@@ -184,7 +182,7 @@ def draw_levels(ax: Axes, bars: Sequence[Bar], names: Sequence[str], reach: floa
 
 
 def levels_inches(levels: int) -> float:
-    """The height of a panel of as many levels."""
+    """The height in inches of a panel with this number of levels."""
     return 0.2 + _LEVEL_INCHES * levels
 
 

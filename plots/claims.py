@@ -21,7 +21,7 @@ from spbench.plots.style import GREY, INK, TIMES, model_name, number, short_name
 
 _CHARACTER_POINTS, _GAP_POINTS = 4.5, 8
 
-#: role -> (colour within its marker, entry in the legend)
+#: for the role of a claim: (colour inside its marker, entry in the legend)
 _ROLES = {
     "predicted": (INK, "predicted"),
     "calibrated": ("white", "calibrated on this value"),
@@ -31,7 +31,7 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class DrawnClaim:
-    """A row of a comparison table; None where it has no number.
+    """A row of a comparison table; ``ours`` and ``relative_error`` are None if there is no number.
 
     Attributes:
         numerator, denominator: keys of result rows; without a denominator the claim is a value, not a ratio.
@@ -49,7 +49,7 @@ class DrawnClaim:
 
     @property
     def title(self) -> str:
-        """What is compared, by the keys of its rows: "BERT base: RSA on 64 GPUs / TP on 12"."""
+        """The claim's rows by model, strategy and GPUs: "BERT base: RSA on 64 GPUs / TP on 12"."""
         named = [_key_words(key) for key in (self.numerator, self.denominator) if key]
         if not named or None in named:
             return self.name
@@ -61,12 +61,12 @@ class DrawnClaim:
         return bool(self.denominator)
 
     def text(self, value: float | None) -> str:
-        """A value of this claim as the panel shows it."""
+        """A value of this claim as text; a ratio has a multiplication sign."""
         return "none" if value is None else number(value) + (TIMES if self.is_ratio else "")
 
 
 def _key_words(key: str) -> tuple[str, str] | None:
-    """The model of a cell, and its strategy with its ranks, by its key; None where that has no mesh."""
+    """The model, and the strategy with its number of ranks, in a cell's key; None if the key has no mesh."""
     model, strategy, mesh, *_ = [*key.split("/"), "", ""]
     sizes = [int(size) for size in re.findall(r"\d+", mesh.partition("·")[0])]
     if not sizes:
@@ -75,7 +75,7 @@ def _key_words(key: str) -> tuple[str, str] | None:
 
 
 def claims_of(comparison: DataFrame) -> list[DrawnClaim]:
-    """The claims of a comparison table, in its order; the table may be empty, or read from a CSV file."""
+    """The claims of a comparison table, in the table's order; the table may be empty."""
     return [_claim(record) for record in comparison.to_dict("records")]
 
 
@@ -88,8 +88,8 @@ def _claim(record: Mapping[Any, Any]) -> DrawnClaim:
 
 
 def claims_panel(claims: Sequence[DrawnClaim]) -> list[list[Panel]]:
-    """A panel with each claim on a line: our value's relative error as a marker, and the numbers beside it.
-    No facet if there are no claims."""
+    """A facet with one panel, which has a line for each claim: our relative error as a marker, and both
+    numbers as text. No facet if there are no claims."""
     panel = Panel(
         partial(_draw_claims, claims=claims), x_label="Ours / published - 1", inches=0.5 + 0.2 * len(claims)
     )
@@ -128,12 +128,12 @@ def _draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> Drawn:
 
 
 def _wrapped(name: str) -> str:
-    """A name, whose words are joined by hyphens, in two lines of a narrow figure."""
+    """A name, whose words are joined by hyphens, broken into two lines for a narrow figure."""
     return "\n".join(textwrap.wrap(name, max(14, 1 + 3 * len(name) // 5)))
 
 
 def legend_entries(claims: Sequence[DrawnClaim]) -> list[Artist]:
-    """Legend entries of the roles that the claims have; none if all have that of an unnamed marker."""
+    """The legend entries of the claims' roles; none if no claim is calibrated or inferred."""
     roles = {claim.role for claim in claims if claim.relative_error is not None}
     if roles.isdisjoint({"calibrated", "inferred"}):
         return []
@@ -141,10 +141,10 @@ def legend_entries(claims: Sequence[DrawnClaim]) -> list[Artist]:
 
 
 def _cells(claim: DrawnClaim) -> dict[str, str]:
-    """The texts beside a claim by their columns."""
+    """The texts on a claim's line by column: published value, our value and error."""
     error = ""
     if claim.relative_error is not None:
-        # what is not exactly met must not read as if it were
+        # a small error must not be written as 0.0%
         small = 0 < abs(claim.relative_error) < 5e-4
         error = f"{100 * claim.relative_error:{'+.0e' if small else '+.1f'}}%"
     return {"published": claim.text(claim.published), "ours": claim.text(claim.ours), "error": error}

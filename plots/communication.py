@@ -1,4 +1,4 @@
-"""Bytes that a GPU sends in a training step: metered by phase, and where that differs from closed forms."""
+"""Bytes that a GPU sends in a training step, metered by phase, and their deviations from closed forms."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from spbench.plots.series import (
 )
 from spbench.plots.style import GREY, INK, engine_name, looks, method_look, strategy_name
 
-#: phase -> strength of the strategy's colour; all other phases have the hatch too
+#: the strength of the strategy's colour by phase; all other phases have a hatch too
 _PHASES = {"forward": 1.0, "backward": 0.6, "gradient_sync": 0.25}
 _OTHER_STRENGTH, _OTHER_HATCH = 0.25, "...."
-#: phases with less than this part of a panel's highest bar cannot be seen, and are not in the legend
+#: phases below this part of a panel's highest bar cannot be seen, so that the legend leaves them out
 _SEEN = 0.005
-#: relative differences between two sums of the same numbers
+#: the relative difference up to which two sums of bytes count as equal
 _ROUNDING = 1e-12
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
 
 
 def sent_bytes(row: Row, source: str, phase: str | None = None) -> float | None:
-    """Bytes that a rank sent, in one phase or in all; None where that is not known.
+    """The bytes that a rank sends in a step, in one phase or in all; None if not known.
 
     Args:
         source: "communication" (metered) or "formula" (the closed form).
@@ -54,9 +54,9 @@ def sent_bytes(row: Row, source: str, phase: str | None = None) -> float | None:
 
 
 def deviations(row: Row) -> dict[str, float]:
-    """Metered / closed form - 1, of all bytes ("") and by phase, without the phases that agree.
+    """Metered bytes / closed form - 1, for all bytes (key "") and by phase; equal values are left out.
 
-    Empty where one of the two is not known; infinite where the closed form has no bytes.
+    Empty if one of the two is not known; infinite where the closed form has no bytes.
     """
     if sent_bytes(row, "communication") is None or sent_bytes(row, "formula") is None:
         return {}
@@ -72,7 +72,7 @@ def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel of bars for each model and setting; claims that are not exactly met are drawn below.
 
     Args:
-        rows: whose measurement has ``communication`` and ``formula``.
+        rows: rows whose measurement has ``communication`` and ``formula``.
     """
     claims, facets = claims_of(comparison), []
     notes: list[str] = []
@@ -88,7 +88,7 @@ def _grid(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 def _panel(model: str, setting: str, rows: Sequence[Row], unit: str) -> Panel:
-    """Bars of the rows of one model and setting, by number of GPUs and strategy."""
+    """The panel of the rows of one model and setting: bars by number of GPUs and strategy."""
     given = {"batch": shared(rows, "batch"), "length": shared(rows, "seq_len")}
     texts = [f"{name} {value}" for name, value in given.items() if value and setting != name]
     return Panel(
@@ -101,7 +101,7 @@ def _panel(model: str, setting: str, rows: Sequence[Row], unit: str) -> Panel:
 
 
 def _draw_panel(ax: Axes, rows: Sequence[Row], unit: str) -> Drawn:
-    """Draw the bars, and over each a line at its closed form's bytes."""
+    """Draw a bar for each row, and a line over the bar at the closed form's bytes."""
     places = {str(count): _in_place(some) for count, some in sorted(grouped(rows, gpus).items())}
     width = bar_width(max(map(len, places.values())))
     bars, formulas = [], []
@@ -132,7 +132,7 @@ def _draw_panel(ax: Axes, rows: Sequence[Row], unit: str) -> Drawn:
 
 
 def _bar(row: Row, at: float, unit: str) -> Bar:
-    """The bytes of a row by phase, with the deviation from the closed form if there is one."""
+    """The bar of a row: a segment for each phase's bytes, and the deviation from the closed form as text."""
     look = method_look(strategy(row))
     if row["status"] != "ok":
         return Bar([], f"{row['status']} {_name(row)}", "", row["status"], look.color, at)
@@ -151,8 +151,8 @@ def _bar(row: Row, at: float, unit: str) -> Bar:
 
 
 def _in_place(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one number of GPUs that have a bar, strategies in the order of the legend: one of the
-    engines whose bytes are the same, the virtual one if it is among them."""
+    """The rows of one number of GPUs that get a bar, strategies in the order of the legend. Engines with the
+    same bytes share a bar, which is the virtual engine's if it ran the cell."""
     virtual_first = sorted(rows, key=lambda row: engine(row) != "virtual")
     unlike = {}
     for row in reversed(virtual_first):
@@ -163,7 +163,7 @@ def _in_place(rows: Sequence[Row]) -> list[Row]:
 
 
 def _deviation_notes(facet: str, rows: Sequence[Row]) -> Iterator[str]:
-    """A sentence for each row that sends other bytes than its closed form, or has none, and why."""
+    """A note for each row whose bytes differ from its closed form, or that has no bytes, with the reason."""
     named = [
         (f"{facet}, {strategy_name(strategy(row))} at {gpus(row)} GPUs, {engine(row)}", row) for row in rows
     ]
@@ -179,13 +179,13 @@ def _name(row: Row) -> str:
 
 
 def _unit(rows: Sequence[Row]) -> str:
-    """The largest unit of which the row with the most bytes has at least one."""
+    """The name of the largest unit that the row with the most bytes reaches."""
     highest = max(sent_bytes(row, "communication") or 0.0 for row in rows)
     return next((name for name, nbytes in _UNITS.items() if highest >= nbytes), "bytes")
 
 
 def _phases_of(rows: Sequence[Row]) -> list[str]:
-    """The phases in which something is sent, by the meters or the closed form, in their order in a step."""
+    """The phases in which ranks send bytes, by meter or closed form, in the order of a step."""
     entries = [
         entry
         for row in rows
@@ -206,7 +206,7 @@ def _formula_line(x: Sequence[float], y: Sequence[float]) -> Line2D:
 
 
 def _agreement(rows: Sequence[Row]) -> Iterator[str]:
-    """A sentence for each engine on how many of its cells send the closed form's bytes in all phases."""
+    """A note for each engine: the number of its cells that send the closed form's bytes in all phases."""
     for name, some in grouped(rows, lambda row: engine_name(engine(row))).items():
         sums = [(sent_bytes(row, "communication"), sent_bytes(row, "formula")) for row in some]
         compared = [row for row, both in zip(some, sums, strict=True) if None not in both]
@@ -215,7 +215,7 @@ def _agreement(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _exact(claims: Sequence[DrawnClaim]) -> Iterator[str]:
-    """How many claims are exactly met, and how many have no number of ours."""
+    """Notes on how many claims are exactly met, and how many have no number of ours."""
     if claims:
         met = sum(map(_met, claims))
         yield f"{met} of {len(claims)} published formulas exactly met"

@@ -1,4 +1,4 @@
-"""Loss curves of training runs, overlaid, and how far each is from the one device's: RSA
+"""Loss curves of training runs in one panel, and their deviations from the run on one device: RSA
 (arXiv 2105.13120), Figure 6, and others."""
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _NAMES = {
     "language": "Next-token loss",
 }
 
-#: widths of curves in the order of drawing: they lie on each other, and so all can be seen
+#: the widths of curves in the order of drawing, so that curves that lie on each other can all be seen
 _WIDTHS = (4.0, 2.7, 1.6, 0.8)
-#: more curves than these widths are dashed and take turns: length of a dash in line widths, width of the line
+#: more curves are dashed, and their dashes alternate: the length of a dash in line widths, and the line width
 _TURN, _TURN_WIDTH = 4.0, 2.0
-_FAINTEST = 1e-9  # smaller deviations are drawn here, as a logarithmic axis has no zero
-_LEAST_TOP = 1e-5  # of that axis
+_FAINTEST = 1e-9  # smaller deviations are drawn as this one, because a logarithmic axis has no zero
+_LEAST_TOP = 1e-5  # the smallest upper end of the axis of deviations
 _DEVIATION = f"Deviation from one\ndevice, relative\n({tick_texts([_FAINTEST])[0]}: or less)"
 _DOTS = "o^svDP"
 
 
 def losses(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """For each model and loss the curves, and below them their deviations from the reference: the run on
-    one device, in the lowest precision that there is one of.
+    """For each model and loss a panel of curves, and below it a panel of their deviations from the reference,
+    the run on one device in the lowest precision.
 
     Args:
-        rows: whose measurement has ``losses``.
+        rows: rows whose measurement has ``losses``.
     """
     models = by_model(rows)
     notes = lost_notes(
@@ -70,7 +70,7 @@ def losses(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 def reference_of(rows: Sequence[Row]) -> Row | None:
-    """The run on one device with the lowest precision that has losses; None if there is none."""
+    """The row with losses that ran on one device in the lowest precision; None if there is no such row."""
     alone = [row for row in rows if row["cell"]["strategy"] == "single" and _losses(row)]
     return min(alone, key=lambda row: _bits(row["cell"]["precision"]), default=None)
 
@@ -80,8 +80,8 @@ def _bits(precision: str) -> int:
 
 
 class _Styled(NamedTuple):
-    """A run with the looks of its curve, of that where it takes turns, and of its dots; the reference has no
-    dots."""
+    """A run, with matplotlib's arguments for its curve, for a dashed curve (``turn``), and for the dots of
+    its deviations (the reference has no dots)."""
 
     row: Row
     label: str
@@ -91,8 +91,8 @@ class _Styled(NamedTuple):
 
 
 def _styled(rows: Sequence[Row]) -> list[_Styled]:
-    """The runs of one model in the order of drawing: the reference, the strategies, and above them one device
-    in another precision, the control."""
+    """The runs of one model in the order of drawing: the reference, the strategies, and the controls (one
+    device in another precision)."""
     reference = reference_of(rows)
     one_precision, split = shared(rows, "precision") is not None, _by_backend(rows)
     of_backend = category_colors(backend(row) for row in rows if strategy(row) in split)
@@ -101,7 +101,7 @@ def _styled(rows: Sequence[Row]) -> list[_Styled]:
     styled = []
     for index, row in enumerate([*([reference] if reference is not None else []), *runs, *controls]):
         by_backend, control = strategy(row) in split, index > len(rows) - 1 - len(controls)
-        # a strategy that was run with several backends has a colour for each, none of them a method's
+        # a strategy that was run with several backends has a colour for each backend
         color = of_backend[backend(row)] if by_backend else method_color(strategy(row))
         curve = {
             "color": INK if control else color,
@@ -114,7 +114,7 @@ def _styled(rows: Sequence[Row]) -> list[_Styled]:
             dash = (_TURN * runs.index(row), (_TURN, _TURN * (len(runs) - 1)))
             turn = {"linestyle": dash, "linewidth": _TURN_WIDTH}
         dots: dict[str, Any] = {"marker": _DOTS[index % len(_DOTS)], "markerfacecolor": "none"}
-        # strategies above the control
+        # dots of strategies are drawn above the control's
         dots["zorder"] = 1 if control else 2 + index
         label = _label(row, one_precision, by_backend)
         styled.append(_Styled(row, label, curve, turn, {} if row is reference else dots))
@@ -122,13 +122,13 @@ def _styled(rows: Sequence[Row]) -> list[_Styled]:
 
 
 def _draw_curves(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
-    """The curves of one loss, which lie on each other: wider ones below, or dashes that take turns."""
+    """Draw the curves of one loss. They lie on each other, so wider curves are below, or dashes alternate."""
     entries = []
     for line in lines:
         look = {**line.curve, **line.turn}
         values = _curve(line.row, loss)
         ax.plot(list(values), list(values.values()), label=line.label, gid=f"{loss} {line.label}", **look)
-        # in the legend the line is whole, also of a curve that takes turns
+        # the legend has solid lines, also for dashed curves
         look |= {"linestyle": line.curve["linestyle"], **line.dots}
         entries.append(Line2D([], [], markersize=4, label=line.label, **look))
     set_ticks_within(ax.yaxis, MaxNLocator(7), *ax.get_ylim())
@@ -137,8 +137,8 @@ def _draw_curves(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
 
 
 def _draw_deviations(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
-    """How far each curve is from the reference at each step: dots, as neighbouring steps have little in
-    common."""
+    """Draw the deviation of each curve from the reference as a dot a step, because neighbouring steps deviate
+    independently."""
     reference = next((line.row for line in lines if not line.dots), None)
     highest = _LEAST_TOP
     for line in lines:
@@ -158,7 +158,7 @@ def _draw_deviations(ax: Axes, lines: Sequence[_Styled], loss: str) -> Drawn:
 
 
 def _deviations(losses: dict[float, float], reference: dict[float, float]) -> dict[float, float]:
-    """|loss / reference - 1| by step, where the reference is known and not zero; at least ``_FAINTEST``."""
+    """|loss / reference - 1| by step, if the reference has a loss other than 0; at least ``_FAINTEST``."""
     return {
         step: max(_FAINTEST, abs(value / reference[step] - 1))
         for step, value in losses.items()
@@ -171,7 +171,7 @@ def _losses(row: Row) -> list[dict[str, float]]:
 
 
 def _curve(row: Row, loss: str) -> dict[float, float]:
-    """A loss by step."""
+    """The values of one loss of a run, by step."""
     return {at["step"]: at[loss] for at in _losses(row)}
 
 
@@ -190,7 +190,7 @@ def _label(row: Row, one_precision: bool, with_backend: bool) -> str:
 
 
 def _bounds(comparison: DataFrame) -> list[str]:
-    """For each model and loss the largest deviations of a comparison table."""
+    """A note for each model and loss with the largest deviations in a comparison table."""
     if comparison.empty or "quantity" not in comparison:
         return []
     deviations = comparison[

@@ -1,4 +1,4 @@
-"""Names of lines beside them in their panels, in place of entries of a legend."""
+"""Names written next to lines in their panels, instead of entries of a legend."""
 
 from __future__ import annotations
 
@@ -16,42 +16,41 @@ from numpy.typing import NDArray
 from spbench.plots.series import grouped
 from spbench.plots.style import shade
 
-#: more names, or longer ones, are read more easily in a legend
+#: the most names of a panel and characters of a name; other names are easier to read in a legend
 _MOST, _LONGEST = 6, 24
-#: how far a label is from its point, and at least from other labels
+#: the distance of a label from its point, the same to the far right, and the least distance of two labels
 _OFFSET_POINTS, _FAR_POINTS, _CLEAR_POINTS = 5.5, 12.0, 2.0
-#: the same from other lines, to which it would seem to belong: what is tried first, and what will do
+#: the least distances from other lines, so that a label does not seem to be theirs: tried first, and second
 _OTHERS_POINTS = (6.5, 3.5)
 _SIZE_POINTS = 7
 #: the part of a panel's width that names to the right of the lines may take
 _MOST_ROOM = 0.2
-#: how far apart ends of lines must be there
+#: the least distance between the ends of lines with names to the right
 _APART_POINTS = 5.0
-#: a label stands beside one of the last so many points of its line
+#: a label stands next to one of the last points of its line, this many
 _LAST_POINTS = 4
-#: places that are tried for a label, and combinations of places
+#: the most places tried for a label, and the most combinations of places
 _MOST_PLACES, _MOST_TRIES = 40, 5000
-#: right and up
+#: a direction: (right, up)
 _Way = tuple[float, float]
-#: directions from a point in which a label may stand, the preferred first
+#: the directions from a point in which a label may stand, the preferred first
 _DIRECTIONS: tuple[_Way, ...] = ((1, 0), (0, 1), (0, -1), (-1, 1), (1, -1), (-1, 0), (1, 1), (-1, -1))
-#: the same beyond the right end, where a panel got room for names
+#: the directions from a line's end where a panel got room for names at its right
 _TO_THE_RIGHT: tuple[_Way, ...] = ((1, 0), (1, 0.5), (1, -0.5), (1, 1), (1, -1))
 
 _Points = NDArray[np.float64]
 
 
 def can_be_labelled(lines: Sequence[Line2D]) -> bool:
-    """Whether the names of lines are few enough in each panel, and short enough, to stand beside them."""
+    """Whether names of lines are so few in each panel, and so short, that names can stand next to lines."""
     by_panel = [{str(line.get_label()) for line in some} for some in grouped(lines, _panel).values()]
     longest = max((len(name) for names in by_panel for name in names), default=0)
     return bool(by_panel) and max(map(len, by_panel)) <= _MOST and longest <= _LONGEST
 
 
 def label_lines(figure: Figure, lines: Sequence[Line2D]) -> bool:
-    """Write the names of all lines into the first panel that has all and room for them, or else each into the
-    first panel that has room for it; if need be, panels get room to the right of the lines. The layout is
-    final but for that.
+    """Write the names of all lines into the first panel that has all lines and room for their names, or else
+    anywhere next to the lines; if need be, panels are widened to the right. The layout must be final.
 
     Returns:
         whether all names have room; if not, nothing is written.
@@ -86,9 +85,9 @@ def _panel(line: Line2D) -> Axes:
 
 
 def _widened(figure: Figure, lines: Sequence[Line2D]) -> dict[Axes, tuple[float, float]]:
-    """Make room for the longest name at the right end of each panel; returns the limits of before, nothing
-    if the names would take more than a part of a panel, or if lines end so close together that a reader
-    could not tell whose name is whose."""
+    """Make room for the longest name at the right end of each panel. Returns: the earlier x limits by panel;
+    empty, without a change, if names would take too much of a panel, or if lines end so close together that a
+    reader could not tell which name belongs to which line."""
     pixels = figure.dpi / 72
     texts = [_text(figure, str(line.get_label()), line) for line in lines]
     room = max(text.get_window_extent().width for text in texts) + (_FAR_POINTS + _OFFSET_POINTS) * pixels
@@ -107,7 +106,7 @@ def _widened(figure: Figure, lines: Sequence[Line2D]) -> dict[Axes, tuple[float,
         ends = [float(x) for line in lines if line.axes is ax for x, _ in _display(line)]
         end = float(there.transform((high, 1))[0])
         left = float(there.transform((low, 1))[0])
-        # so that after the change of scale the last point is as far from the end
+        # the new end leaves the room to the right of the last point after the change of scale
         new_end = left + (end - left) * (max(ends, default=left) - left) / (end - left - room)
         if new_end > end:
             ax.set_xlim(low, float(back.transform((new_end, 0))[0]))
@@ -115,7 +114,7 @@ def _widened(figure: Figure, lines: Sequence[Line2D]) -> dict[Axes, tuple[float,
 
 
 def _placed(figure: Figure, lines: Mapping[str, Sequence[Line2D]], clear: float, far: Sequence[_Way]) -> bool:
-    """Write each name beside one of its lines, if all have room."""
+    """Write each name next to one of its lines; return whether all names have room (else none is written)."""
     texts = [_text(figure, name, some[0]) for name, some in lines.items()]
     places = [
         [box for line in some for box in _free_boxes(line, text, clear, far)][:_MOST_PLACES]
@@ -139,8 +138,8 @@ def _text(figure: Figure, name: str, line: Line2D) -> Text:
 
 
 def _solve(choices: Sequence[Sequence[Bbox]], taken: Sequence[Bbox], tries: list[int]) -> list[Bbox] | None:
-    """One box out of each choice so that no two boxes overlap, an early box rather than a later one; None if
-    that cannot be, or is not solved in that many ``tries``."""
+    """One box of each choice, such that no two boxes overlap, with early boxes preferred; None if there is no
+    solution, or if none is found in ``tries[0]`` attempts."""
     if not choices:
         return []
     for box in choices[0]:
@@ -155,17 +154,17 @@ def _solve(choices: Sequence[Sequence[Bbox]], taken: Sequence[Bbox], tries: list
 
 
 def _free_boxes(line: Line2D, text: Text, clear: float, far: Sequence[_Way]) -> list[Bbox]:
-    """Where the name may stand, in pixels: in the panel, clear of all lines, and of other ones by ``clear``
-    points.
+    """The boxes, in pixels, where a line's name may stand: in the panel, clear of all lines, and at least
+    ``clear`` points from other lines.
 
     Args:
-        far: directions in which it may also stand farther from the line's end, beyond markers of other lines.
+        far: directions in which the name may also stand farther away from the line's end.
     """
     ax = line.axes
     assert ax is not None
     pixels = ax.figure.dpi / 72
     extent, bounds = text.get_window_extent(), ax.get_window_extent()
-    # its published markers are its own too
+    # a line's published markers, of the same colour, count as its own
     mine = [
         other
         for other in ax.lines
@@ -189,7 +188,7 @@ def _free_boxes(line: Line2D, text: Text, clear: float, far: Sequence[_Way]) -> 
 
 
 def _drawn(lines: Sequence[Line2D], pixels: float) -> _Points:
-    """Points on lines and markers, in pixels, so close together that no text fits between."""
+    """Points [n, 2] on lines and markers, in pixels, so close together that no text fits between."""
     parts = [np.empty((0, 2))]
     for line in lines:
         points = _display(line)
@@ -204,7 +203,7 @@ def _drawn(lines: Sequence[Line2D], pixels: float) -> _Points:
 
 
 def _display(line: Line2D) -> _Points:
-    """The points of a line in pixels."""
+    """The points [n, 2] of a line in pixels, without points that are not finite."""
     points = line.get_transform().transform(np.asarray(line.get_xydata(), dtype=float))
     return np.asarray(points[np.isfinite(points).all(axis=1)])
 

@@ -29,20 +29,20 @@ from spbench.plots.series import (
 )
 from spbench.plots.style import length_text, looks, model_name, strategy_name
 
-#: forwards of a generation, as the scenario of the inference has it
+#: the number of forward passes that generate a video in the scenario of inference
 _STEPS = 100
 _LATENCY = PlottedQuantity(
     "latency_s", f"Latency of {_STEPS} forwards (s)", measured("step_time_s", 1 / _STEPS), logarithmic=True
 )
 _THROUGHPUT = PlottedQuantity("throughput_samples_per_s", "Samples per second", measured("samples_per_s"))
-#: the dim of the grid that a method splits throughout -> its name
+#: the name of each dimension of the grid that a method may split
 _SPLITS = {0: "by frames", 1: "by places"}
-#: relative difference that cannot be seen
+#: the relative difference below which two lines cannot be told apart
 _ALIKE = 1e-3
 
 
 def _video(row: Row) -> str:
-    """The shape of a row's video in the latent space: frames, and places of each."""
+    """The shape of a row's latent video as text: "16 frames of 1024 places"."""
     positions, frames = LENGTHS.at(row), option(row, "model_options", "temporal")
     if not frames:
         return f"{positions} latent positions"
@@ -52,8 +52,8 @@ def _video(row: Row) -> str:
 def _by_video(
     rows: Sequence[Row], comparison: DataFrame, quantity: PlottedQuantity, default_title: str
 ) -> PanelGrid:
-    """A panel for each model, cluster and video, shorter ones first; a line for each strategy and dim that it
-    splits."""
+    """A panel for each model, cluster and video, shorter videos first, with a line for each strategy and
+    dimension that the strategy splits."""
     several = {name: shared(rows, name) is None for name in ("model", "cluster")}
 
     def heading(row: Row) -> str:
@@ -72,7 +72,7 @@ def _split(row: Row) -> str:
 
 
 def _one_over_the_other(panels: Mapping[str, Sequence[Line]], value: Value) -> Iterator[str]:
-    """A sentence for each two lines of one strategy that lie on each other, with the panels where they do."""
+    """A note for each two lines of one strategy that lie on each other, with the names of the panels."""
     where: dict[str, list[str]] = {}
     for name, lines in panels.items():
         for line, other in combinations(lines, 2):
@@ -89,17 +89,17 @@ def _alike(value: float | None, other: float | None) -> bool:
 
 
 def _scaling(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """Panels of strong and of weak scaling of each model, the model that was run most widely first.
+    """Panels of strong and of weak scaling of each model, the model with the most numbers of GPUs first.
 
-    Strong scaling is a length that was run on several numbers of GPUs, weak scaling lengths in proportion
-    to these; a row may be in both. Lengths are positions of the latent video.
+    Strong scaling is one length on several numbers of GPUs; in weak scaling lengths are proportional to the
+    number of GPUs. A row may be in both. Lengths are positions of the latent video.
     """
     panels: dict[str, list[Row]] = {}
     for name, some in sorted(by_model(rows).items(), key=lambda of: -len(gpu_counts(of[1]))):
         for length, strong in sorted(grouped(some, LENGTHS.at).items()):
             panels[f"{name}, strong:\n{length_text(length)} positions"] = strong
         for load, weak in sorted(grouped(some, lambda row: LENGTHS.at(row) // gpus(row)).items()):
-            # of strong scaling one number of GPUs has this load too; a strategy must have several lengths
+            # a row of strong scaling may have this load too, so a strategy needs several lengths
             growing = [
                 row
                 for mine in grouped(weak, strategy).values()
@@ -116,7 +116,7 @@ def _scaling(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 def _memory(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel for each model, video and number of GPUs; bars by method, without recomputation and with.
 
-    The comparison is not used: nothing was read off the paper's figure.
+    The comparison is not used, because no number was read off the paper's figure.
     """
     facets = grouped(rows, lambda row: f"{model_name(model(row))}, {_video(row)}, {gpus(row)} GPUs")
     notes = lost_notes(
@@ -144,7 +144,7 @@ def _setting(row: Row) -> str:
 
 
 def _communication(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A panel for each model and video, smaller ones first."""
+    """A panel of sent elements for each model and video, smaller videos first."""
     in_order = sorted(rows, key=LENGTHS.at)
     return sent_elements(in_order, comparison, GPUS, lambda row: f"{model_name(model(row))}, {_video(row)}")
 

@@ -1,4 +1,4 @@
-"""Memory and time of models with experts by how unevenly tokens choose among these."""
+"""Memory and time of models with experts, by how unevenly tokens choose experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _routing(row: Row) -> str:
 
 
 def _exponent(row: Row) -> int:
-    """Hundredths of S, where expert number n is chosen in proportion to n^-S."""
+    """The skew S in hundredths; expert number n is chosen in proportion to n^-S (Zipf's law)."""
     return round(_HUNDREDTHS * float(_routing(row).split(":")[1]))
 
 
@@ -32,7 +32,7 @@ class _LinearAlong(Along):
     """A linear x axis, which may begin at zero."""
 
     def draw_axis(self, ax: Axes, places: Sequence[int]) -> None:
-        """Set limits and a tick for each place, in ascending order."""
+        """Set limits, and a tick at each of the places, which are in ascending order."""
         margin = 0.05 * (places[-1] - places[0]) or 1.0
         ax.set_xlim(places[0] - margin, places[-1] + margin)
         set_ticks(ax.xaxis, places, [self.tick(place) for place in places])
@@ -56,7 +56,7 @@ def expert_skew(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A column for each model and cluster, with a line for each strategy and variant.
 
     Args:
-        rows: those whose routing is no Zipf's law are left out.
+        rows: result rows; rows whose routing is not by Zipf's law are left out.
     """
     rows = [row for row in rows if _routing(row).startswith(_ZIPF)]
     facets = {

@@ -1,5 +1,5 @@
-"""Figures of `spbench fit`, a rank's memory over its steps, and of `spbench advise`: the fastest layouts by
-lengths and GPUs, and what their steps are made of."""
+"""Figures of `spbench fit` (a rank's memory over its steps), and of `spbench advise` (the parts of layouts'
+step times, and the fastest layouts by length and GPUs)."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from spbench.plots.style import (
 # -- a rank's memory -------------------------------------------------------------------------------------
 
 _GIB = 2**30
-#: from the bottom to the top: what lives longest, then what comes and goes
+#: the kinds of tensors from the bottom to the top, those that live longest first
 _ORDER = (
     *("parameters", "optimizer_state", "gradients", "inputs", "workspaces"),
     *("activations", "communication_buffers", "temporaries"),
 )
-#: of the x axis, below which a phase has no name of its own
+#: the least part of the x axis that a phase must have to be named
 _NARROW = 0.06
 
 
 def draw_memory(anatomy: Mapping[str, Any], usable_bytes: int, title: str, path: Path) -> Path:
-    """Draw a rank's memory into a file of the type that its name says; returns the path.
+    """Draw a rank's memory into a file, whose type is the ending of ``path``; returns the path.
 
     Args:
-        anatomy: as :class:`Anatomy`, plain data.
-        usable_bytes: of the card, drawn as a line.
+        anatomy: the fields of an :class:`Anatomy` as plain data.
+        usable_bytes: the card's usable memory, drawn as a line.
 
     Raises:
-        ValueError: there is no such type of files.
+        ValueError: figures cannot be written as files of this type.
     """
     with house_style():
         figure = new_figure(PAGE_INCHES, 3.2, title)
@@ -65,7 +65,7 @@ def draw_memory(anatomy: Mapping[str, Any], usable_bytes: int, title: str, path:
 
 
 def _draw_kinds(ax: Axes, curve: Mapping[str, Sequence[int]]) -> list[Patch]:
-    """The stacked kinds; returns the patches of the legend."""
+    """Draw the bytes of the kinds of tensors, stacked; returns the patches of the legend."""
     colors = category_colors(_ORDER)
     kinds = [kind for kind in _ORDER if kind in curve]
     heights = [np.asarray(curve[kind]) / _GIB for kind in kinds]
@@ -90,7 +90,7 @@ def _mark_peak(ax: Axes, anatomy: Mapping[str, Any], peak: float) -> None:
 
 
 def _name_phases(ax: Axes, phases: Sequence[Sequence[Any]], events: int) -> None:
-    """Lines where phases begin, and the names of those that are wide enough, above the axes."""
+    """Draw a line where each phase begins, and write the names of wide phases above the axes."""
     starts = [first for _, first in phases] + [events]
     for (name, first), end in zip(phases, starts[1:], strict=True):
         ax.axvline(first, color=GREY, linewidth=0.4, alpha=0.6)
@@ -101,9 +101,9 @@ def _name_phases(ax: Axes, phases: Sequence[Sequence[Any]], events: int) -> None
 
 # -- layouts beside their floors -------------------------------------------------------------------------
 
-#: inches of a layout, and of all around them
+#: the height in inches of a layout's bar, and of the rest of the figure
 _BAR_INCHES, _AROUND_BARS_INCHES = 0.42, 0.9
-#: the floors, and their lines
+#: the lower bounds of a step's time: the label and the line style of each
 _FLOORS: Mapping[str, tuple[str, Any]] = {
     "compute_floor_s": ("floor: the model's FLOPs", "-"),
     "links_floor_s": ("floor: bytes sent", ":"),
@@ -112,21 +112,22 @@ _OTHER = "other"
 
 
 def draw_layouts(title: str, layouts: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw a bar a layout, the best above, into a file of the type that its name says; returns the path.
+    """Draw a bar for each layout, the best at the top, into a file, whose type is the ending of ``path``;
+    returns the path.
 
     Args:
-        layouts: with ``strategy``, ``mesh``, ``backend``, ``step_time_s``, ``step_time_low_s`` and
-            ``step_time_high_s`` (or None), ``parts`` (seconds by what they are spent on), ``compute_floor_s``
-            and ``links_floor_s`` (or None).
+        layouts: mappings with ``strategy``, ``mesh``, ``backend``, ``step_time_s``, ``step_time_low_s`` and
+            ``step_time_high_s`` (or None), ``parts`` (seconds by name), ``compute_floor_s`` and
+            ``links_floor_s`` (or None).
 
     Raises:
-        ValueError: there is no such type of files.
+        ValueError: figures cannot be written as files of this type.
     """
     return save_as(layouts_figure(title, layouts), path)
 
 
 def layouts_figure(title: str, layouts: Sequence[Mapping[str, Any]]) -> Figure:
-    """The figure of :func:`draw_layouts`."""
+    """The figure that :func:`draw_layouts` writes."""
     parts = [*dict.fromkeys(name for each in layouts for name, s in each["parts"].items() if s > 0)]
     colors = category_colors(parts) | {_OTHER: GREY}
     with house_style():
@@ -166,30 +167,30 @@ def layouts_figure(title: str, layouts: Sequence[Mapping[str, Any]]) -> Figure:
 
 # -- which strategy wins where ---------------------------------------------------------------------------
 
-#: inches of a row of the map, and of all around the rows
+#: the height in inches of a row of the map, and of the rest of the figure
 _ROW_INCHES, _AROUND_INCHES = 0.45, 1.5
-#: what can vary from answer to answer
+#: the fields that can vary between answers, with their labels
 _AXES = {"gpus": "GPUs", "seq_len": "Sequence length", "figures": "Figure of the cluster"}
 _TIE, _NOTHING = "tie with another strategy", "nothing fits"
 
 
 def draw_advice(points: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw a field for each answer, in the colour of the fastest strategy, hatched where another one ties
-    with it, into a file of the type that its name says; returns the path.
+    """Draw a field for each answer, in the colour of the fastest strategy, hatched if another strategy ties
+    with the fastest, into a file, whose type is the ending of ``path``; returns the path.
 
     Args:
-        points: with ``model``, ``cluster``, ``gpus``, ``seq_len``, ``figures`` (of the cluster, as text),
-            ``strategy`` ("" where nothing fits), ``mesh`` and ``tie``, all of one model; of ``gpus``,
-            ``seq_len`` and ``figures`` two vary at the most.
+        points: answers with ``model``, ``cluster``, ``gpus``, ``seq_len``, ``figures`` (changed rates of the
+            cluster, as text), ``strategy`` ("" where nothing fits), ``mesh`` and ``tie``. All are of one
+            model; at most two of ``gpus``, ``seq_len`` and ``figures`` vary.
 
     Raises:
-        ValueError: there is no such type of files.
+        ValueError: figures cannot be written as files of this type.
     """
     return save_as(advice_map(points), path)
 
 
 def advice_map(points: Sequence[Mapping[str, Any]]) -> Figure:
-    """The figure of :func:`draw_advice`."""
+    """The figure that :func:`draw_advice` writes."""
     across, down = _axes(points)
     columns, rows = ([*dict.fromkeys(point[name] for point in points)] for name in (across, down))
     colors = {
@@ -217,7 +218,7 @@ def advice_map(points: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _axes(points: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """What is drawn across and down: the two that vary, or else lengths over GPUs."""
+    """The names of the fields along x and y: the two fields that vary, or else ``seq_len`` and ``gpus``."""
     varying = [name for name in _AXES if len({point[name] for point in points}) > 1]
     across = varying[-1] if "figures" in varying else "seq_len"
     return across, next((name for name in varying if name != across), "gpus")

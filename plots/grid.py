@@ -1,4 +1,4 @@
-"""The grid of panels that every figure is: rows and columns by facets, shared axes, notes and one legend.
+"""A figure as a grid of panels: rows and columns by facets, shared axes, notes and one legend.
 
 A module of this folder offers a figure to scenarios as ``draw_NAME = Drawing("NAME", grid)``.
 """
@@ -26,25 +26,25 @@ from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES, add_legend, house_st
 from spbench.plots.series import Row, grouped
 from spbench.plots.style import GREY, shortened
 
-#: of texts of 7 and of 8 points
+#: the width in inches of a character of 7 points, and of 8 points
 _NOTE_CHARACTER, _TITLE_CHARACTER = 0.0535, 0.064
 _NOTE_INCHES, _TITLE_INCHES, _LABEL_INCHES = 0.125, 0.15, 0.36
 _PANEL_INCHES, _COLUMN_PANEL_INCHES = 1.75, 1.4
-#: figures that would be higher in a column are drawn in the page's width alone
+#: figures that would be higher than this in a column are drawn only in the page's width
 _PAGE_HEIGHT_INCHES = 9.5
-#: panels have the same linear axis only if each fills as much of it
+#: panels share a linear axis only if the values of each panel fill this part of it
 _LEAST_FILLED = 0.5
 
 
 @dataclass
 class Drawn:
-    """What was drawn in a panel, for the axes and the legend, which the grid makes.
+    """The legend entries and values of a drawn panel, from which the grid makes the legend and the axes.
 
     Attributes:
-        methods: legend entries of methods. Lines that lie in a panel may be labelled there instead.
+        methods: legend entries of methods. Lines of a panel may be labelled in the panel instead.
         published: legend entries of published numbers.
-        marks: legend entries of marks for which a band is kept below the values.
-        values: what the y axis must show.
+        marks: legend entries of marks, for which the panel keeps a band below the values.
+        values: values that the y axis must contain.
         places: the ticks of the x axis.
     """
 
@@ -61,14 +61,14 @@ class Panel:
 
     Attributes:
         draw: draws into the axes; called once for each size of the figure.
-        title, x_label: left out where the panel above, or below, has the same.
-        y_label: left out where the panel to the left has the same.
-        along: makes the x axis from ``places``; None: ``draw`` does.
-        axis: "linear" or "log": the grid makes the y axis from ``values``; empty: ``draw`` does.
-        scale: panels of one scale have the same x axis, if they have ``along``, and the same y axis, unless a
-            panel would fill too little of it.
-        inches: the height of what is within the axes; 0: as is usual in a figure of its width.
-        width: relative to the panels beside it.
+        title, x_label: left out if the panel above (title) or below (label) has the same.
+        y_label: left out if the panel to the left has the same.
+        along: draws the x axis from ``places``; None: ``draw`` draws the x axis.
+        axis: "linear" or "log": the grid draws the y axis from ``values``; empty: ``draw`` does.
+        scale: panels of one scale share the x axis, if they have ``along``, and the y axis, unless a panel
+            would fill too little of it.
+        inches: the height of the area within the axes; 0: the usual height in a figure of this width.
+        width: the width relative to other panels of the row.
     """
 
     draw: Callable[[Axes], Drawn]
@@ -89,7 +89,7 @@ class PanelGrid:
     Attributes:
         notes: sentences below the panels.
         lost: rows without a number, whose status marks get legend entries.
-        page_only: whether there is no room for the figure in a column.
+        page_only: whether the figure is drawn only in the page's width, and not for a column.
     """
 
     title: str
@@ -99,17 +99,18 @@ class PanelGrid:
     _blocks: list[tuple[Sequence[Sequence[Panel]], int]] = field(default_factory=list)
 
     def add(self, facets: Sequence[Sequence[Panel]], abreast: int = 3) -> PanelGrid:
-        """Add facets below those before; each is a column of panels. A single one lies in a row if it can.
+        """Add facets, each a column of panels, below earlier facets. The panels of a single facet stand in a
+        row if there is room.
 
         Args:
-            abreast: how many facets stand side by side on a page; in a column they are fewer.
+            abreast: the number of facets side by side on a page; a column has fewer.
         """
         if facets and facets[0]:
             self._blocks.append((facets, abreast))
         return self
 
     def draw(self, width_inches: float = PAGE_INCHES) -> Figure:
-        """The figure in a width, which is meant to be printed as wide: its smallest text has 7 points."""
+        """The figure in this width; printed in this width, its smallest text has 7 points."""
         with house_style():
             lines = round(2 * PAGE_INCHES / width_inches)
             notes = [shortened(note, int(width_inches / _NOTE_CHARACTER), lines) for note in self.notes]
@@ -134,7 +135,7 @@ class PanelGrid:
                         ax = figure.add_subplot(grid[at, column])
                         heading = _title(row, column, width_inches)
                         if _spanned(row, column) > 1:
-                            # written after the layout, which would make the panel as wide as it
+                            # written after the layout, which would make the panel as wide as its title
                             wide.append((ax, ax.set_title(" ", loc="left"), heading))
                         else:
                             ax.set_title(heading)
@@ -146,13 +147,13 @@ class PanelGrid:
             figure.set_layout_engine("none")
             for ax, text, heading in wide:
                 text.set_text(heading)
-                # at the figure's left edge, as names of levels take a part of the width
+                # at the figure's left edge, because names of levels take a part of the panel's width
                 edge = figure.transFigure.transform((0.01, 0))
                 text.set_x(float(ax.transAxes.inverted().transform(edge)[0]))
         return figure
 
     def _name_all(self, figure: Figure, drawn: Sequence[Drawn]) -> None:
-        """Lay the figure out, with names beside lines where each has room, and else a legend of them."""
+        """Lay the figure out, with names next to lines if all have room, else with a legend of names."""
         methods = [handle for of in drawn for handle in of.methods]
         others = [handle for of in drawn for handle in of.published]
         others += [handle for of in drawn for handle in of.marks]
@@ -169,14 +170,14 @@ class PanelGrid:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Draws result rows into the files NAME.png, .svg and .pdf, as wide as a page, and, of figures that are
-    not higher than a page then, NAME_column.png, .svg and .pdf.
+    """A figure of result rows: the files NAME.png, .svg and .pdf, as wide as a page, and, unless a column's
+    would be higher than a page, NAME_column.png, .svg and .pdf, as wide as a column.
 
     Attributes:
-        name: of the figure and its files.
-        grid: makes the panels of result rows (as in cells.jsonl) and the comparison table (of
-            comparison.csv, may be empty).
-        of: what it shows, for the error where there is none of it.
+        name: the name of the figure and its files.
+        grid: makes the panels from result rows (of cells.jsonl) and the comparison table (of comparison.csv,
+            may be empty).
+        of: the kind of rows that the figure needs, for the error if there are none.
     """
 
     name: str
@@ -184,16 +185,16 @@ class Drawing:
     of: str = ""
 
     def figure(self, rows: Sequence[Row], comparison: DataFrame, width_inches: float = PAGE_INCHES) -> Figure:
-        """The figure in a width."""
+        """The figure of rows and comparison in a width."""
         return self.grid(rows, comparison).draw(width_inches)
 
     def __call__(self, rows: Sequence[Row], comparison: DataFrame, output: Path) -> list[Path]:
-        """Write the files into the folder ``output``, which is made if need be; returns their paths.
+        """Write the files into the folder ``output``, which is made if need be; returns the files' paths.
 
         The same rows and comparison give the same bytes.
 
         Raises:
-            NothingToDraw: none of the rows is of what the figure shows; no file is written.
+            NothingToDraw: no row has numbers that the figure shows; no file is written.
         """
         try:
             return save_widths(self.grid(rows, comparison), output, self.name)
@@ -202,8 +203,8 @@ class Drawing:
 
 
 def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
-    """Write a grid's files, as :class:`Drawing` says; returns their paths. NothingToDraw where its panels
-    have no data."""
+    """Write the files of a grid (see :class:`Drawing`); returns the files' paths. NothingToDraw if no panel
+    has data."""
     page = grid.draw(PAGE_INCHES)
     if not any(map(_has_data, page.axes)):
         raise NothingToDraw("no cell here has what it shows")
@@ -217,13 +218,13 @@ def save_widths(grid: PanelGrid, folder: Path, name: str) -> list[Path]:
 
 
 def _has_data(ax: Axes) -> bool:
-    """Whether anything is drawn in a panel: points, marks, bars or a map."""
+    """Whether a panel contains points, marks, bars or a map."""
     lines = any(np.size(line.get_xdata()) for line in ax.lines)
     return lines or bool(ax.patches or ax.collections or ax.images)
 
 
 class _Place(NamedTuple):
-    """A panel in its axes, and its block, row and column."""
+    """A panel with its axes, the :class:`Drawn` of these, and its (block, row, column) in the figure."""
 
     panel: Panel
     ax: Axes
@@ -232,7 +233,7 @@ class _Place(NamedTuple):
 
 
 def _rows(facets: Sequence[Sequence[Panel]], abreast: int, width_inches: float) -> list[list[Panel]]:
-    """The rows of a block that fits into the figure, each but the last ones of equally many panels."""
+    """The rows of panels of a block of facets that fits the figure's width."""
     most = max(1, int(abreast * width_inches / PAGE_INCHES))
     if len(facets) == 1 and most > 1:
         facets = [[panel] for panel in facets[0]]
@@ -242,27 +243,27 @@ def _rows(facets: Sequence[Sequence[Panel]], abreast: int, width_inches: float) 
 
 
 def _row_inches(row: Sequence[Panel], width_inches: float) -> float:
-    """The height of a row with its labels and titles."""
+    """The height in inches of a row of panels, with labels and titles."""
     usual = _PANEL_INCHES if width_inches >= PAGE_INCHES else _COLUMN_PANEL_INCHES
     lines = max(len(_title(row, column, width_inches).splitlines()) for column in range(len(row)))
     return max(panel.inches or usual for panel in row) + _LABEL_INCHES + _TITLE_INCHES * lines
 
 
 def _spanned(row: Sequence[Panel], column: int) -> int:
-    """How many panels the title of one may reach over: the next ones as far as they have none."""
+    """The number of panels over which a panel's title may extend: itself and the next ones without title."""
     untitled = takewhile(lambda panel: not panel.title, row[column + 1 :])
     return 1 + len(list(untitled))
 
 
 def _title(row: Sequence[Panel], column: int, width_inches: float) -> str:
-    """The title of a panel in lines that are not wider than what it may reach over."""
+    """The title of a panel, broken into lines that fit the panels over which the title may extend."""
     part = sum(panel.width for panel in row[column : column + _spanned(row, column)])
     inches = width_inches * part / sum(panel.width for panel in row) - 0.35
     return shortened(row[column].title, int(inches / _TITLE_CHARACTER), 3)
 
 
 def _draw_axes(places: Sequence[_Place]) -> None:
-    """Draw the axes that panels leave to the grid, and the labels that neighbours do not have too."""
+    """Draw the axes that panels leave to the grid, and the labels that differ from a neighbour's."""
     at = {place.at: place for place in places}
     shared = _shared_scales(places)
     for place in places:
@@ -292,7 +293,7 @@ def _draw_axes(places: Sequence[_Place]) -> None:
 
 
 def _shared_scales(places: Sequence[_Place]) -> set[Hashable]:
-    """The scales whose panels have the same y axis."""
+    """The scales whose panels share one y axis."""
     same: set[Hashable] = set()
     for scale, some in grouped(places, lambda place: place.panel.scale).items():
         tops = [max(place.drawn.values) for place in some if place.drawn.values]

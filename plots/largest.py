@@ -41,7 +41,7 @@ from spbench.plots.series import (
 )
 from spbench.plots.style import GREY, INK, TIMES, binary_length, method_color, number, strategy_name
 
-#: the width of a panel of bars, as a part of one of lines
+#: the width of a panel of bars, as a part of the width of a panel of lines
 _BARS_WIDTH = 0.6
 
 _answer = measured("answer")
@@ -49,7 +49,7 @@ _answer = measured("answer")
 
 @dataclass(frozen=True)
 class Searched:
-    """A field of cells that is searched for, with its name and unit in titles and labels."""
+    """A field of cells that searches maximize, with its name and unit in titles and labels."""
 
     field: str
     name: str
@@ -57,17 +57,16 @@ class Searched:
 
 
 BATCH, LENGTH = Searched("batch", "batch", "sequences"), Searched("seq_len", "sequence length", "tokens")
-#: the field that is given in a search for the other
+#: the field that is fixed in a search for the other field
 GIVEN = {BATCH: LENGTH, LENGTH: BATCH}
 
 
 def largest(rows: Sequence[Row], comparison: DataFrame, searched: Searched) -> PanelGrid:
-    """A panel for each model, then the claims.
-
-    A model that was run on one number of GPUs and of which a claim states a value has bars, others lines.
+    """A panel for each model, then a panel of the claims. A model that was run on one number of GPUs, and for
+    which a claim states a value, has bars; other models have lines.
 
     Args:
-        rows: result rows; those that do not search for the field are left out.
+        rows: result rows; rows that do not search for the field are left out.
     """
     rows = [row for row in rows if searches_for(row, searched.field)]
     claims, models = claims_of(comparison), by_model(rows)
@@ -97,7 +96,7 @@ def largest(rows: Sequence[Row], comparison: DataFrame, searched: Searched) -> P
 
 
 def _implied(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> Published:
-    """Where claims on these rows would be: a published ratio times our denominator, or a published value."""
+    """The published numbers on these rows: a published value, or a published ratio times our denominator."""
     by_key = {row["key"]: row for row in rows}
     numbers = {}
     for claim in claims:
@@ -111,14 +110,14 @@ def _implied(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> Published:
 
 
 def _stated_values(rows: Sequence[Row], claims: Sequence[DrawnClaim]) -> list[float]:
-    """The published values of a model that was run on one number of GPUs; ratios are left out."""
+    """The published values (no ratios) of a model's rows; empty if it was run on several numbers of GPUs."""
     keys = {row["key"] for row in rows}
     stated = [claim.published for claim in claims if not claim.is_ratio and claim.numerator in keys]
     return list(dict.fromkeys(stated)) if len(gpu_counts(rows)) == 1 else []
 
 
 def _draw_bars(ax: Axes, lines: Sequence[Line], published: Sequence[float]) -> Drawn:
-    """A bar for each published value, then one for each row."""
+    """Draw a bar for each published value, then a bar for each row."""
     bars = [
         Bar([Segment(value, GREY, "published", "////", 0.15)], "published", number(value), at=at)
         for at, value in enumerate(published)
@@ -142,16 +141,16 @@ draw_max_seqlen = Drawing("max_seqlen", partial(largest, searched=LENGTH), "sear
 
 # -- switch by switch ------------------------------------------------------------------------------------
 
-#: of a panel's width, what is right of the longest bar where steps have prices: its length, and the prices
+#: the panel's width over the longest bar, without and with prices of steps to the right
 _BESIDE, _WITH_PRICES = 1.25, 1.75
 
 
 def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A panel for each cluster and number of GPUs, with a bar for each search, those with the fewest switches
-    first, a diamond where the published length is, and what the switch that it adds costs in time.
+    """A panel for each cluster and number of GPUs, with a bar for each search (a rung), those with the fewest
+    switches first, a diamond at the published length, and the price in time of the switch that a rung adds.
 
     Args:
-        comparison: has the published lengths, and ratios of steps with a switch to those without.
+        comparison: the published lengths, and ratios of step times with a switch to those without.
     """
     searches = sorted((row for row in rows if searches_for(row, "seq_len")), key=_place)
     published = published_of(comparison, "tokens").numbers
@@ -183,8 +182,8 @@ def ladders(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 def _machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each panel by its name: of each cluster and number of GPUs; more GPUs with a single rung
-    join the fewer GPUs of their cluster."""
+    """The rows of each panel by the panel's name: a panel for each cluster and number of GPUs; a single rung
+    on more GPUs joins the cluster's panel of fewer GPUs."""
     panels: list[list[Row]] = []
     for (cluster, _), some in grouped(rows, _machine).items():
         if len(some) == 1 and panels and panels[-1][0]["cell"]["cluster"] == cluster:
@@ -199,19 +198,19 @@ def _machine(row: Row) -> tuple[str, int]:
 
 
 def _place(row: Row) -> tuple[tuple[str, int], int, float]:
-    """Rows are in the order in which they ended."""
+    """The sort key of a rung: machine, number of switches, and answer (rows come in the order they ended)."""
     return _machine(row), len([*_switches(row)]), _answer(row) or 0
 
 
 def prices(rows: Sequence[Row], comparison: DataFrame) -> dict[str, str]:
-    """What the last switch costs, by :func:`but_length` of a rung: of the longest steps that were timed with
-    and without it, as "+5.6% (1M)"."""
+    """The price in time of a rung's last switch, by the rung's :func:`but_length`: "+5.6% (1M)", from the
+    longest steps that were timed with and without the switch."""
     timed = {row["key"]: row["cell"] for row in rows if row["cell"]["seq_len"]}
     by_settings: dict[str, tuple[int, str]] = {}
     entries = [] if comparison.empty else comparison[comparison["quantity"] == "ratio"].to_dict("records")
     for entry in entries:
         cell = timed.get(entry["numerator"])
-        if cell is None or not entry["reproduced"] > 0:  # also where there is none
+        if cell is None or not entry["reproduced"] > 0:  # a missing number is NaN
             continue
         length, batch = cell["seq_len"], cell["batch"]
         step = (f"{batch} x " if batch > 1 else "") + binary_length(length)
@@ -221,7 +220,7 @@ def prices(rows: Sequence[Row], comparison: DataFrame) -> dict[str, str]:
 
 
 def switches(row: Row) -> str:
-    """What saves memory in a row, in words."""
+    """The switches of a row that save memory, in words: "tiled loss + Ulysses"."""
     return " + ".join(_switches(row)) or "recomputed layers"
 
 
@@ -237,8 +236,8 @@ def _switches(row: Row) -> Iterator[str]:
 
 
 def _names(rows: Sequence[Row]) -> Iterator[str]:
-    """Names of a ladder's rungs: what one adds to the rung above where it adds something, else all; and the
-    GPUs where they are more than the rung above has."""
+    """The names of a ladder's rungs: the switches that a rung adds to the rung above, or all its switches;
+    and the number of GPUs if larger than above."""
     above: list[str] = []
     count = gpus(rows[0])
     for row in rows:
@@ -269,7 +268,7 @@ def _draw_ladder(
         reach = max(reach, largest)
         write_beside(ax, _length(answer), (largest, y), (5, 0), va="center", color=INK if answer else GREY)
         if price := paid.get(but_length(row)):
-            # one below the other, right of all bars
+            # prices are aligned at the right edge of the panel
             right = ax.get_yaxis_transform()
             ax.text(0.99, y, f"step {price}", transform=right, ha="right", va="center", fontsize=7)
     ax.set_xlim(0, (_WITH_PRICES if paid else _BESIDE) * reach or 1)

@@ -33,12 +33,12 @@ from spbench.plots.series import (
 from spbench.plots.style import MARKERS, Look, backend_name, length_text, looks, model_name, strategy_name
 
 _MEMORY = PlottedQuantity("memory_gb", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
-#: the order of a baseline's matmuls of linear attention -> its name; LASP and LASP-2 have one order
+#: the name of each order of a baseline's matmuls of linear attention; LASP and LASP-2 have one order
 _ORDERS = {"left_product": "QKᵀ first", "chunked": "KᵀV first"}
 _ONE_ORDER = ("lasp", "lasp2")
 _OPTIONS = ("kernel_fusion", "state_caching")
 
-#: (kernels are fused, states are cached) -> the name of the combination, in the order of the bars
+#: the name of each combination of (kernels are fused, states are cached), in the order of the bars
 _COMBINATIONS = {
     (True, True): "fused,\ncached",
     (True, False): "fused",
@@ -53,10 +53,10 @@ _LENGTH = PlottedQuantity("length", "Longest sequence\n(K tokens, K = 1024)", me
 
 
 def _scalability(rows: Sequence[Row], comparison: DataFrame, default_title: str) -> PanelGrid:
-    """A column for each model and data-parallel backend, the backends in the order of the rows; a line for
-    each number of GPUs, from dark to light."""
+    """A column for each model and data-parallel backend, with a line for each number of GPUs, from dark to
+    light."""
     counts = gpu_counts(rows)
-    # without the light end of the colour map
+    # the light end of the colour map is left out
     colors = [to_hex(mpl.colormaps["viridis"](0.75 * at / len(counts))) for at in range(len(counts))]
     look = {n: Look(colors[at], MARKERS[at % len(MARKERS)]) for at, n in enumerate(counts)}
     facets = {}
@@ -71,7 +71,7 @@ def _scalability(rows: Sequence[Row], comparison: DataFrame, default_title: str)
 
 def _speed(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel for each model and cluster, a line for each strategy and order of linear attention's matmuls.
-    Clusters whose names only add to another's stand in that one's panel."""
+    A cluster whose name extends another cluster's shares the other's panel."""
     clusters = sorted({row["cell"]["cluster"] for row in rows})
     facets = {}
     for name, some in by_model(rows).items():
@@ -81,7 +81,7 @@ def _speed(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 def _family(cluster: str, clusters: Sequence[str]) -> str:
-    """The cluster whose name this one's begins with; itself if others begin with its own, or none is such."""
+    """The cluster whose panel ``cluster`` shares: the one whose name this name extends, or itself."""
     if any(name.startswith(f"{cluster}-") for name in clusters):
         return cluster
     return max((name for name in clusters if cluster.startswith(f"{name}-")), key=len, default=cluster)
@@ -94,11 +94,9 @@ def _matmul_order(row: Row) -> str:
 
 
 def _ablation(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """Memory and throughput of each combination; below them the longest sequences.
-
-    Rows that neither set one of LASP's options nor search for the length are left out; the comparison is
-    not used.
-    """
+    """Panels of memory and throughput of each combination of options, and below a panel of the longest
+    sequences. Rows that neither set one of LASP's options nor search for the length are left out; the
+    comparison is not used."""
     combined = [row for row in rows if set(_OPTIONS) & set(row["cell"].get("strategy_options") or {})]
     searches = [row for row in rows if searches_for(row, "seq_len")]
     lost = [row for row in [*combined, *searches] if row["status"] != "ok"]
@@ -126,7 +124,7 @@ def _combinations(rows: Sequence[Row], quantity: PlottedQuantity) -> Panel:
 
 
 def _lengths(rows: Sequence[Row]) -> Panel:
-    """Bars of the strategies side by side for each way to save memory."""
+    """The panel of longest sequences: bars of the strategies for each way to save memory."""
     methods = sorted(set(map(strategy, rows)), key=lambda name: (name != "single", name))
     ways = {
         way: sorted(some, key=lambda row: methods.index(strategy(row)))
@@ -145,7 +143,7 @@ def _lengths(rows: Sequence[Row]) -> Panel:
 
 
 def _saving(row: Row) -> str:
-    """What saves memory besides the strategy."""
+    """How a row saves memory besides its strategy: the backend's name, and "recomputed" for checkpointing."""
     checkpointing = option(row, "model_options", "checkpointing", False)
     return backend_name(backend(row)) + (",\nrecomputed" if checkpointing else "")
 
@@ -155,7 +153,7 @@ def _method(name: str) -> str:
 
 
 def _shared_title(rows: Sequence[Row]) -> str:
-    """The model, the number of GPUs and the length, as far as all rows have the same."""
+    """The model, the number of GPUs and the length as text; each only if all rows have the same."""
     length, counts = shared(rows, "seq_len"), gpu_counts(rows)
     name = shared(rows, "model")
     parts = [name and model_name(name), f"{counts[0]} GPUs" if len(counts) == 1 else None]

@@ -1,5 +1,5 @@
-"""Panels of lines: our numbers joined, published ones as hollow markers, and below them the places without a
-number."""
+"""Panels of lines: our numbers as lines, published numbers as hollow markers, and marks below for places
+without a number."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from spbench.plots.grid import Drawn, Panel, PanelGrid
 from spbench.plots.series import Row, differing_settings, grouped, strategy, title
 from spbench.plots.style import INK, Look, looks, strategy_name
 
-#: of lines of one strategy; the last is seen as another beside a marker in a legend too
+#: the dashes of further lines of one strategy
 _DASHES: tuple[Any, ...] = ("--", ":", (0, (4, 1.2, 1, 1.2, 1, 1.2)))
-_APART_POINTS = 5.5  # between marks of one place
+_APART_POINTS = 5.5  # the distance between marks of one place
 
-#: a row's value of a quantity, None if it has none
+#: a function from a row to its value of a quantity; None if the row has no value
 Value = Callable[[Row], float | None]
 
 
 def measured(field: str, unit: float = 1) -> Value:
-    """The values of a field of the measurement, in units of ``unit``; None for rows that are not ok."""
+    """A function from a row to a field of its measurement, divided by ``unit``; None if it is not ok."""
 
     def value(row: Row) -> float | None:
         number = row["measurement"].get(field) if row["status"] == "ok" else None
@@ -38,12 +38,12 @@ def measured(field: str, unit: float = 1) -> Value:
 
 @dataclass(frozen=True)
 class PlottedQuantity:
-    """What a y axis shows.
+    """The quantity of a y axis.
 
     Attributes:
-        column: the quantity's name in a comparison table and in the ids of what is drawn.
+        column: the quantity's name in a comparison table, and in the ids of lines and markers.
         logarithmic: for values that grow with the x axis, so that relative errors can be seen everywhere.
-        interval: the ends of a row's bar; None: values have none.
+        interval: a function from a row to the ends of its vertical bar; None: rows have no bars.
     """
 
     column: str
@@ -53,7 +53,7 @@ class PlottedQuantity:
     interval: Callable[[Row], tuple[float, float] | None] | None = None
 
 
-#: of every figure of throughput over lengths or many GPUs
+#: the quantity of every figure of throughput over lengths or many GPUs
 TOKENS_PER_SECOND = PlottedQuantity(
     "throughput_tokens_per_s", "Tokens per second", measured("tokens_per_s"), logarithmic=True
 )
@@ -61,8 +61,8 @@ TOKENS_PER_SECOND = PlottedQuantity(
 
 @dataclass(frozen=True)
 class Line:
-    """Rows along the x axis that are drawn as one line; ``name`` is its label, and it is drawn ``aside`` of
-    its places by so many points."""
+    """Rows along the x axis that are drawn as one line, with the label ``name``, shifted to the right by
+    ``aside`` points."""
 
     name: str
     look: Look
@@ -72,10 +72,10 @@ class Line:
 
 
 def lines_of(rows: Sequence[Row], along: Along, setting: Callable[[Row], str] = lambda _: "") -> list[Line]:
-    """A line for each strategy, in the order of legends, or several dashed ones by their settings.
+    """A line for each strategy, in the order of legends, or a dashed line for each of its settings.
 
     Args:
-        setting: what distinguishes a row from others of its strategy; empty where nothing does.
+        setting: a function from a row to the settings in which it differs from others of its strategy; "".
     """
     rows_of, lines = grouped(rows, strategy), []
     for name, its_look in looks(rows_of).items():
@@ -98,7 +98,7 @@ def lines_by_setting(rows: Sequence[Row], ignored: Sequence[str] = ()) -> list[L
 
 @dataclass(frozen=True)
 class Published:
-    """What was published of one quantity, by the keys of cells; ``name`` stands in legends."""
+    """The published numbers of one quantity, by the keys of cells; ``name`` is their name in legends."""
 
     numbers: Mapping[str, float]
     out_of_memory: frozenset[str] = frozenset()
@@ -106,7 +106,7 @@ class Published:
 
 
 def published_of(comparison: DataFrame, column: str, name: str = "published") -> Published:
-    """The published side of the rows of one quantity in a comparison table."""
+    """The published numbers of one quantity in a comparison table."""
     if comparison.empty:
         return Published({}, name=name)
     entries = comparison[comparison["quantity"] == column].to_dict("records")
@@ -128,12 +128,12 @@ def line_grid(
     """A column for each facet and a row for each quantity.
 
     Args:
-        facets: lines by the title of their column.
-        comparison: as of comparison.csv; may be empty.
+        facets: the lines of each column, by the column's title.
+        comparison: the table of comparison.csv; may be empty.
         default_title: the title if the rows name no scenario.
         remarks: sentences below the panels.
         theirs: the name of the published numbers in the legend.
-        one_scale: whether panels have the same x axis, and those of a quantity the same y axis.
+        one_scale: whether all panels share the x axis, and panels of a quantity the y axis.
     """
     notes = [note for name, lines in facets.items() for note in missing_notes(name, lines, along)]
     return PanelGrid(title(rows, default_title), [*remarks, *notes]).add(
@@ -162,7 +162,7 @@ def line_panel(
     published: Published,
     scale: str | None,
 ) -> Panel:
-    """A panel of lines with the title ``name``; panels of one ``scale`` have the same axes."""
+    """A panel of lines with the title ``name``; panels of one ``scale`` share their axes."""
     return Panel(
         partial(draw_lines, lines=lines, quantity=quantity, along=along, published=published),
         name,
@@ -216,7 +216,7 @@ _Points = Sequence[tuple[int, float]]
 
 
 def _theirs(lines: Sequence[Line], along: Along, published: Published) -> Iterator[tuple[Line, _Points]]:
-    """The published points of each line; two readings of one published run are two lines but one point."""
+    """Each line with its published points; a point that two lines of one colour share is drawn once."""
     seen: set[tuple[str, int, float]] = set()
     for line in lines:
         stated = [row for row in line.rows if row["key"] in published.numbers]
@@ -236,7 +236,7 @@ def _published_markers(look: Look, name: str) -> Line2D:
 
 
 class _Mark(NamedTuple):
-    """A place of a line without a number: ours by its status, or published as out of memory."""
+    """A place of a line without a number: by the status of our row, or published as out of memory."""
 
     line: Line
     status: str
@@ -248,7 +248,7 @@ def _marks(lines: Sequence[Line], along: Along, published: Published) -> Iterato
     seen: set[tuple[str, int]] = set()
     for line in lines:
         for row, before in zip(line.rows, [None, *line.rows], strict=False):
-            # where out of memory persists only its first place is marked
+            # where out of memory persists, only its first place is marked
             implied = along.oom_persists and before is not None and row["status"] == before["status"] == "oom"
             at = along.at(row)
             if row["status"] != "ok" and not implied:
@@ -259,7 +259,7 @@ def _marks(lines: Sequence[Line], along: Along, published: Published) -> Iterato
 
 
 def _draw_marks(ax: Axes, marks: Sequence[_Mark], along: Along) -> list[Line2D]:
-    """Draw marks in the band below the values, those of one place side by side; returns legend entries."""
+    """Draw marks in the band below the values, marks of one place side by side; returns legend entries."""
     entries = []
     for mark in marks:
         beside = list(dict.fromkeys(other.line.name for other in marks if other.at == mark.at))
@@ -275,7 +275,7 @@ def _draw_marks(ax: Axes, marks: Sequence[_Mark], along: Along) -> list[Line2D]:
 
 
 def _mark_artist(mark: _Mark, color: str, along: Along) -> Line2D:
-    """The status mark of our rows, a ring around it for published ones; not yet placed."""
+    """The mark of a status (a ring, if the status was published), without a place."""
     artist = status_mark(mark.status, color)
     if mark.status == "oom" and along.oom_persists:
         artist.set_label("out of memory from here on")
@@ -288,7 +288,7 @@ def _mark_artist(mark: _Mark, color: str, along: Along) -> Line2D:
 
 
 def missing_notes(panel: str, lines: Sequence[Line], along: Along) -> Iterator[str]:
-    """For each status of a panel but out of memory, and each reason: the lines, and where."""
+    """A note for each status (except out of memory) and reason in a panel, with the lines and places."""
     lost: dict[tuple[str, str, str], list[str]] = {}
     for line in lines:
         some = [row for row in line.rows if row["status"] not in ("ok", "oom")]

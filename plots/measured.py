@@ -1,4 +1,4 @@
-"""Ours beside what real machines measured: memory and time by who measured, and published step times."""
+"""Our numbers against measurements of real machines: memory and time by source, and published step times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.series import Row
 from spbench.plots.style import GREY, INK, category_colors, tick_texts
 
-#: quantities of the comparison, and what axes say of them
+#: the quantities of the comparison that are drawn, with the labels of their axes
 _QUANTITIES = {
     "peak_memory_gib": "Peak memory (GiB)",
     "allocated_memory_gib": "Memory after a step (GiB)",
     "reserved_memory_gib": "Reserved memory (GiB)",
     "step_time_ms": "Step time (ms)",
 }
-#: role -> (its marker, whether that is filled, its name in the legend)
+#: for the role of a number: (marker, whether it is filled, name in the legend)
 _ROLES = {
     "predicted": ("o", True, "predicted"),
     "inferred": ("o", False, "a setting was inferred from it"),
@@ -35,7 +35,7 @@ _NEAR = 0.10
 
 
 def _grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A column for each quantity: above ours by the measured number, below its error."""
+    """A column for each quantity: above, our numbers over measured ones; below, the relative errors."""
     numbers = comparison.dropna(subset=["published", "reproduced"])
     numbers = numbers.assign(source=numbers["table"].str.partition(": ")[0])
     colors = category_colors(numbers["source"])
@@ -59,7 +59,7 @@ def _missing_notes(comparison: DataFrame, numbers: DataFrame) -> list[str]:
 
 @cache
 def titles() -> dict[str, str]:
-    """The names of tables of measurements for people: results/field/titles.csv."""
+    """The titles of tables of measurements, by table, from results/field/titles.csv."""
     text = files("spbench.results.field").joinpath("titles.csv").read_text(encoding="utf-8")
     return {line["table"]: line["title"] for line in csv.DictReader(text.splitlines())}
 
@@ -69,12 +69,12 @@ def _table_name(table: str) -> str:
 
 
 def _time_text(ms: float) -> str:
-    """A time on an axis: "20 ms", "1.5 s"."""
+    """The text of a time in ms on an axis: "20 ms", "1.5 s"."""
     return f"{ms:.4g} ms" if ms < 1e3 else f"{ms / 1e3:,g} s"
 
 
 def _field_grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A panel for each published table, and for the claims of each scenario: ours by the measured time."""
+    """A panel for each published table, and for each scenario's claims: our times over published times."""
     numbers = comparison.dropna(subset=["published", "reproduced"])
     numbers = numbers.assign(source=field_sources(numbers))
     panels = []
@@ -90,7 +90,7 @@ def _field_grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 def field_sources(numbers: DataFrame) -> Series[str]:
-    """The panel of each number: its published table, or the scenario of a claim."""
+    """The name of each number's panel: its published table, or the scenario of a claim."""
     claims = numbers["scenario"].str.replace("_", "-")
     return numbers["table"].str.partition(": ")[0].where(numbers["status_published"] != "", claims)
 
@@ -127,7 +127,7 @@ def _draw_errors(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
 
 
 def _measured_axis(ax: Axes, values: Sequence[float]) -> None:
-    """A logarithmic x axis with ticks at powers of ten, and between them if there are few."""
+    """Draw a logarithmic x axis with ticks at powers of ten, and between powers if these are few."""
     low, high, ticks = logarithmic_ticks(values)
     ax.set_xscale("log")
     ax.set_xlim(low, high)
@@ -136,13 +136,13 @@ def _measured_axis(ax: Axes, values: Sequence[float]) -> None:
 
 
 def logarithmic_ticks(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """The ends of a logarithmic axis that shows values, and its ticks."""
+    """The lower end, the upper end and the ticks of a logarithmic axis that contains values."""
     low, high = 0.8 * min(values), 1.25 * max(values)
     return low, high, ticks_between(low, high)
 
 
 def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -> Drawn:
-    """A marker for each number, in the colour of its source, of the shape of its role."""
+    """Draw a marker for each number, with the colour of its source and the shape of its role."""
     for key, points in some.groupby(["source", "role"], sort=False):
         source, role = map(str, key)
         marker, filled, _ = _ROLES[role]

@@ -1,5 +1,5 @@
-"""Methods beside each other: throughput and peak memory over lengths, for any scenario that measures them,
-and errors against float64 by ranks."""
+"""Comparisons of methods: throughput and peak memory over lengths, for any scenario with such measurements,
+and errors against float64 by number of ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from spbench.plots.series import (
 from spbench.plots.style import backend_name, model_name, strategy_name
 
 _PEAK = PlottedQuantity("peak_memory_gib", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
-#: between lines of one panel, and from the first to the last, in points: lines with equal values are seen
+#: in points, the shift between lines of a panel, so that equal lines are seen, and the most of all shifts
 _APART, _SPREAD = 3.0, 20.0
 
 
 def _interval(row: Row) -> tuple[float, float] | None:
-    """The throughputs of the ends of a simulated step time's interval."""
+    """The lowest and highest throughput (tokens/s) in a simulated time's interval; None without one."""
     step_time_s, low, high = (row["measurement"].get(f"step_time_{end}s") for end in ("", "low_", "high_"))
     if not (low and high):
         return None
@@ -40,11 +40,11 @@ def _interval(row: Row) -> tuple[float, float] | None:
 
 
 def methods(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A column for each model, number of GPUs and cluster, and for each batch where several were measured at
-    one length. Strategies without a number are told below, by their reasons.
+    """A column for each model, number of GPUs and cluster, and for each batch if several were measured at one
+    length. Notes name the strategies without a number, with their reasons.
 
     Args:
-        rows: those of searches have no step, and are left out.
+        rows: result rows; rows of searches are left out.
     """
     rows = [row for row in rows if row["cell"].get("seq_len") and not row["cell"].get("search")]
     numbered = {strategy(row) for row in rows if row["status"] in ("ok", "oom")}
@@ -53,7 +53,7 @@ def methods(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     for (of_model, ranks, cluster), some in sorted(grouped(rows_drawn, _machine).items()):
         name = f"{of_model}, {gpus_of(cluster, ranks)}"
         places = grouped(some, lambda row: (strategy(row), LENGTHS.at(row)))
-        # batches that grow as lengths shrink are one column
+        # batches that grow as lengths shrink share one column
         several = any(len(set(map(_batch, at))) > 1 for at in places.values())
         for batch, of_batch in sorted(grouped(some, _batch).items()) if several else [(0, some)]:
             layout = differing_settings(of_batch, ("seq_len", "batch"), LENGTHS.at, _settings)
@@ -79,13 +79,13 @@ def _batch(row: Row) -> int:
 
 
 def _beside(lines: Sequence[Line]) -> list[Line]:
-    """Lines a little beside each other."""
+    """The lines, each shifted a little to the right of the line before."""
     apart = min(_APART, _SPREAD / max(1, len(lines) - 1))
     return [replace(line, aside=apart * (i - (len(lines) - 1) / 2)) for i, line in enumerate(lines)]
 
 
 def _without_numbers(rows: Sequence[Row], numbered: Collection[str]) -> Iterator[str]:
-    """The strategies that have no number, for each status and reason."""
+    """A text for each status and reason with the names of the strategies that have no number."""
     lost: dict[str, dict[str, None]] = {}
     for row in rows:
         if (name := strategy(row)) not in numbered:
@@ -112,7 +112,7 @@ _KINDS = {
     "attention": "Softmax attention by all scores",
     "linear_attention": "Causal linear attention",
 }
-#: the precision that is drawn: others have the same curves at other heights
+#: the precision that is drawn, because other precisions have the same curves at other heights
 _PRECISION = "bf16"
 
 
@@ -121,7 +121,7 @@ def _errors(row: Row) -> Mapping[str, float]:
 
 
 def _largest(names: Sequence[str]) -> Value:
-    """The largest of these errors of a row."""
+    """A function from a row to the largest of its errors with these names; None without such errors."""
     return lambda row: max((error for name, error in _errors(row).items() if name in names), default=None)
 
 
@@ -142,14 +142,14 @@ _QUANTITIES = (
 
 
 def _facet(row: Row) -> str:
-    """What a row is of."""
+    """The title of a row's panel: the kind of attention, or "a small model"."""
     if "call" not in model(row):
         return "A small model: all gradients"
     return _KINDS[option(row, "model_options", "kind", "causal_attention")]
 
 
 def _setting(row: Row) -> str:
-    """What tells a row from others of its strategy."""
+    """The setting in which a row differs from others of its strategy: its backend or placement; or ""."""
     placement = option(row, "strategy_options", "placement", "")
     summed = "" if "call" in model(row) or row["cell"]["strategy"] == "single" else backend_name(backend(row))
     return summed or ("" if placement == "zigzag" else placement)

@@ -1,4 +1,4 @@
-"""The look of a printed figure: its widths, fonts and legend, and the files it is saved in."""
+"""The style of printed figures: widths, fonts and legend; and saving figures as files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from PIL import Image
 
 from spbench.plots.style import INK, shortened
 
-#: width of a page's text, and of one of its two columns
+#: the width of a page's text, and of one of its two columns
 PAGE_INCHES, COLUMN_INCHES = 7.0, 3.3
 DPI = 200
-#: file types, with the metadata that would differ from run to run left out
+#: the file types; metadata that would differ from run to run are set to None
 _FORMS: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
     "svg": {"Date": None},
@@ -27,7 +27,7 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 _LEGEND_LINE_INCHES = 0.15
 
-#: white panels with a grid, as seaborn's style "whitegrid", and the rest
+#: matplotlib's settings: white panels with a grid, as in seaborn's style "whitegrid"
 _RC: Any = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
@@ -66,13 +66,13 @@ _RC: Any = {
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """The settings of matplotlib under which figures are drawn and saved."""
+    """A context with the settings of matplotlib under which figures are drawn and saved."""
     with mpl.rc_context(_RC):
         yield
 
 
 def new_figure(width_inches: float, height_inches: float, title: str) -> Figure:
-    """An empty figure with constrained layout, which needs no display; the title adds to its height."""
+    """An empty figure with constrained layout and no display; its title is added to ``height_inches``."""
     lines = shortened(title, int(13.5 * width_inches), 3)
     height_inches += 0.1 + 0.16 * (1 + lines.count("\n"))
     figure = Figure(figsize=(width_inches, height_inches), layout="constrained", dpi=DPI)
@@ -82,10 +82,8 @@ def new_figure(width_inches: float, height_inches: float, title: str) -> Figure:
 
 
 def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
-    """Put one legend below all panels, in place of an earlier one, and make the figure higher by it.
-
-    Of several handles with one label the first is shown.
-    """
+    """Put one legend below all panels, in place of an earlier legend, and make the figure higher for it. Of
+    several handles with one label, the first is shown."""
     entries: dict[str, Artist] = {}
     for handle in handles:
         entries.setdefault(str(handle.get_label()), handle)
@@ -106,10 +104,10 @@ def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:
 
 
 def form_of(path: Path) -> str:
-    """The type of files that a path's name ends in.
+    """The file type of a path, by its ending: "png", "svg" or "pdf".
 
     Raises:
-        ValueError: there is no such type.
+        ValueError: the path has another ending.
     """
     form = path.suffix.removeprefix(".")
     if form not in _FORMS:
@@ -118,17 +116,17 @@ def form_of(path: Path) -> str:
 
 
 def save_as(figure: Figure, path: Path) -> Path:
-    """Write one file, of the type that its name ends in; returns its path.
+    """Write a figure as one file, whose type is the ending of ``path``; returns the path.
 
     Raises:
-        ValueError: there is no such type.
-        OSError: it cannot be written, as on a full disk; no part of it is left.
+        ValueError: the path has another ending than .png, .svg or .pdf.
+        OSError: the file cannot be written, for example on a full disk; no part of it is left.
     """
     form, content = form_of(path), io.BytesIO()
     with house_style():
         figure.savefig(content, format=form, metadata=_FORMS[form])
     if form == "png":
-        # a third of the bytes, and a difference that the eye does not see
+        # 256 colours need a third of the bytes, and the eye does not see the difference
         with Image.open(content) as image:
             few = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
         content = io.BytesIO()
@@ -137,15 +135,13 @@ def save_as(figure: Figure, path: Path) -> Path:
     try:
         path.write_bytes(content.getvalue())
     except OSError as error:
-        if error.filename is None and path.is_file():  # it was opened, and then there was no room
+        if error.filename is None and path.is_file():  # the file was opened, and then the disk was full
             path.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
     return path
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write NAME.png, NAME.svg and NAME.pdf into a folder, which is made if need be; returns their paths.
-
-    The same figure gives the same bytes.
-    """
+    """Write NAME.png, NAME.svg and NAME.pdf into a folder, which is made if need be; returns the paths of the
+    files. The same figure gives the same bytes."""
     return [save_as(figure, folder / f"{name}.{form}") for form in _FORMS]

@@ -1,4 +1,4 @@
-"""Rates by size: those that were measured on a machine, and those that a cluster is simulated with."""
+"""Rates by size: rates measured on a machine, and rates that simulate a cluster."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from spbench.plots.style import MARKERS, category_colors
 
 # -- measured on a machine -------------------------------------------------------------------------------
 
-#: a measured rate: its operation, size, extent, precision, ranks, rates of the median sample, and the seconds
-#: of the median, least and longest sample
+#: a measured rate: operation, size, extent, precision, ranks, the rates of the median sample, and the seconds
+#: of the median, shortest and longest sample
 Rate = Mapping[str, Any]
 
 _POWERS = {0: "", 1: "Ki", 2: "Mi", 3: "Gi"}
 
 
 def draw_machine_rates(rates: Sequence[Rate], title: str, output: Path) -> list[Path]:
-    """Write the files of :func:`machine_rates` beside ``output``, with its name; returns their paths."""
+    """Write :func:`machine_rates` to files with the folder and stem of ``output``; returns their paths."""
     return save_widths(machine_rates(rates, title), output.parent, output.stem)
 
 
 def machine_rates(rates: Sequence[Rate], title: str) -> PanelGrid:
-    """A panel each for matmuls, attention, memory and collectives, as far as there are rates.
-
-    Lines are medians; the tint round a line goes from the longest sample to the least one.
-    """
+    """A panel for each of matmuls, attention, sums of tensors and collectives, if there are rates. Lines are
+    medians; the tint around a line spans the longest to the shortest sample."""
     matmuls = [rate for rate in rates if rate["operation"] == "matmul"]
     attention = [rate for rate in rates if str(rate["operation"]).startswith("attention")]
     sums = [rate for rate in rates if rate["operation"] == "sum"]
@@ -58,10 +56,10 @@ def _panel(
     field: str,
     unit: float = 1e9,
 ) -> Panel | None:
-    """A panel of the field of rates in units of ``unit``; None without rates.
+    """A panel of one field of rates, divided by ``unit``; None without rates.
 
     Args:
-        line: the name of the line that a rate is on.
+        line: a function from a rate to the name of its line.
     """
     draw = partial(_draw_rates, title=title, lines=grouped(rates, line), field=field, unit=unit)
     return Panel(draw, title, x_label, y_label, axis="linear", inches=2.0) if rates else None
@@ -107,21 +105,21 @@ def _draw_rates(ax: Axes, title: str, lines: Mapping[str, Sequence[Rate]], field
     set_ticks(ax.xaxis, shown, [text(extent) for extent in shown])
     ax.minorticks_off()
     if len(lines) > 1 or next(iter(lines)):
-        # in the panel: other panels have other lines of these colours
+        # the legend is in the panel, because other panels have other lines of these colours
         ax.legend()
     return Drawn(values=highest)
 
 
 def bytes_text(extent: int) -> str:
-    """A number of bytes, as "64 KiB"."""
+    """A number of bytes as text: "64 KiB"."""
     power = min(3, (extent.bit_length() - 1) // 10)
     return f"{extent / 2 ** (10 * power):.4g} {_POWERS[power]}B"
 
 
 # -- of a cluster ----------------------------------------------------------------------------------------
 
-#: of a line: its panel, what is along that ("size", "length" or "message"), its name, sizes, rates at these
-#: in FLOPs or bytes a second, and by size what was measured
+#: a line: ``panel``, the kind of its x axis (``along``: "size", "length" or "message"), ``name``, ``sizes``,
+#: ``rates`` at these sizes in FLOPs or bytes a second, and ``measured`` rates by size
 Curve = Mapping[str, Any]
 
 _ALONG = {
@@ -129,18 +127,18 @@ _ALONG = {
     "length": ("tokens", "TFLOP/s", 1e12),
     "message": ("message", "bus bandwidth, GB/s", 1e9),
 }
-#: of each eight lines of a panel, which have one colour each
+#: the line styles of the first, second and third eight lines of a panel, because colours repeat after eight
 _DASHES = ("-", "--", ":")
 
 
 def draw_cluster_rates(curves: Sequence[Curve], title: str, output: Path) -> list[Path]:
-    """Write the files of :func:`cluster_rates` beside ``output``, with its name; returns their paths."""
+    """Write :func:`cluster_rates` to files with the folder and stem of ``output``; returns their paths."""
     return save_widths(cluster_rates(curves, title), output.parent, output.stem)
 
 
 def cluster_rates(curves: Sequence[Curve], title: str) -> PanelGrid:
-    """A panel for each of the curves' panels: lines as they are computed with, and hollow markers, those of
-    the source, where it has several."""
+    """A panel for each of the curves' panels: lines for the simulated rates, and hollow markers for the
+    measured points of the source, if it has several."""
     panels = []
     for name, lines in grouped(curves, lambda curve: str(curve["panel"])).items():
         x_label, y_label, unit = _ALONG[lines[0]["along"]]
@@ -155,7 +153,7 @@ def cluster_rates(curves: Sequence[Curve], title: str) -> PanelGrid:
 def _draw_curves(ax: Axes, lines: Sequence[Curve], unit: float) -> Drawn:
     sizes, values = lines[0]["sizes"], []
     text = bytes_text if lines[0]["along"] == "message" else str
-    # those that reach the same are one line
+    # curves with equal rates are drawn as one line
     alike = grouped(lines, lambda line: (tuple(line["rates"]), tuple(line["measured"].items())))
     names = [", ".join(str(line["name"]).replace("_", "-") for line in some) for some in alike.values()]
     colors = category_colors(names)

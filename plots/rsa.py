@@ -38,7 +38,7 @@ def _scaling(
 
 
 def _weak_scaling(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A column for each number of tokens a GPU, those of a growing batch first; a row for each quantity."""
+    """A column for each number of tokens a GPU, scalings of the batch first; a row for each quantity."""
     by_load = grouped(rows, lambda row: row["cell"]["batch"] * row["cell"]["seq_len"] / gpus(row))
     scalings = sorted(by_load.values(), key=lambda some: shared(some, "seq_len") is None)
     facets = {_scaling_title(some): lines_by_setting(some, ignored=tuple(_GROWN)) for some in scalings}

@@ -1,4 +1,4 @@
-"""What a GPU sends for a layer, over lengths or GPUs: elements beside formulas, and bytes beside the time."""
+"""The data that a GPU sends for a layer, over lengths or GPUs: elements and formulas, or bytes and times."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SAME = 1e-12
 def sent_elements(
     rows: Sequence[Row], comparison: DataFrame, along: Along, facet: Callable[[Row], str]
 ) -> PanelGrid:
-    """Metered elements by strategy, in the panels that have several places along the x axis and several
-    strategies; panels of one strategy are drawn only if there are no others.
+    """Panels of metered elements, with a line for each strategy. Panels with one place along the x axis are
+    left out; panels of one strategy are drawn only if there are no others.
 
     Args:
         comparison: the table of comparison.csv with the formulas of the rows; may be empty.
-        facet: the title of a row's panel.
+        facet: a function from a row to the title of its panel.
     """
     exact = exact_formulas(comparison)
     entries = [] if exact.empty else exact.to_dict("records")
@@ -37,7 +37,7 @@ def sent_elements(
     quantity = PlottedQuantity(
         _COLUMN,
         "Elements sent per GPU\nand layer, forward",
-        lambda row: metered.get(row["key"]),  # what is sent is known of runs out of memory too
+        lambda row: metered.get(row["key"]),  # known for runs out of memory too
         logarithmic=True,
     )
     facets = {
@@ -59,11 +59,8 @@ def sent_elements(
 
 
 def exact_formulas(comparison: DataFrame) -> DataFrame:
-    """The rows of a comparison table with formulas of what is sent forward.
-
-    Where a paper counts a method's elements otherwise, the table has an exact formula too, which replaces the
-    paper's.
-    """
+    """The rows of a comparison table with formulas of the elements sent in the forward pass. Where a paper
+    counts a method's elements in another way, only the table's exact formula is kept."""
     if comparison.empty:
         return comparison
     formulas = comparison[comparison["quantity"] == _COLUMN]
@@ -74,13 +71,13 @@ def exact_formulas(comparison: DataFrame) -> DataFrame:
 
 
 def _of_one_engine(rows: Sequence[Row], along: Along) -> list[Row]:
-    """One row for each strategy and place: the virtual engine's where several engines ran it."""
+    """One row for each strategy and place: the virtual engine's if several engines ran the cell."""
     last = sorted(rows, key=lambda row: engine(row) == "virtual")
     return list({(strategy(row), along.at(row)): row for row in last}.values())
 
 
 def _agreement(exact: DataFrame) -> Iterator[str]:
-    """A sentence for each engine on how many of its metered numbers are those of the formulas."""
+    """A note for each engine: how many of its metered numbers equal the formulas."""
     measured_entries = [] if exact.empty else exact[exact["reproduced"].notna()].to_dict("records")
     for name in dict.fromkeys(str(entry["claim"]).rsplit(", ", 1)[-1] for entry in measured_entries):
         mine = [entry for entry in measured_entries if str(entry["claim"]).endswith(f", {name}")]
@@ -92,8 +89,8 @@ def _agreement(exact: DataFrame) -> Iterator[str]:
 
 
 def _of_layers(row: Row) -> float | None:
-    """MiB that a rank sends forward and backward: what is sent of gradients of weights is not of the layer's
-    positions."""
+    """The MiB that a rank sends in forward and backward, without the synchronization of weight gradients,
+    which does not depend on the sequence; None if not known."""
     sent = [sent_bytes(row, "communication", phase) for phase in ("forward", "backward")]
     amounts = [nbytes for nbytes in sent if nbytes is not None]
     return sum(amounts) / 2**20 if len(amounts) == len(sent) else None
@@ -104,11 +101,7 @@ _TIME = PlottedQuantity("step_ms", "Step of a layer (ms)", measured("step_time_s
 
 
 def _states_or_heads(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A column for each model and number of GPUs, with a line for each strategy.
-
-    Args:
-        rows: of models of one layer.
-    """
+    """A column for each model (of one layer) and number of GPUs, with a line for each strategy."""
     facets = {
         f"{name}, {count} GPUs": lines_of(of_count, LENGTHS)
         for name, some in by_model(rows).items()

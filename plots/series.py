@@ -13,9 +13,9 @@ Row = Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 
-#: fields of a cell that can make a line of their own
+#: the fields of a cell by whose values lines are told apart
 _FIELDS = ("variant", "cluster", "engine", "precision", "batch", "seq_len")
-#: those of them whose value says what it is
+#: the settings whose values are understood without their names
 _SPEAKING = ("variant", "cluster", "engine", "precision", "sizes")
 
 
@@ -25,12 +25,12 @@ def gpus(row: Row) -> int:
 
 
 def gpu_counts(rows: Iterable[Row]) -> list[int]:
-    """The different numbers of GPUs, ascending."""
+    """The distinct numbers of GPUs of rows, ascending."""
     return sorted({gpus(row) for row in rows})
 
 
 def gpus_of(cluster: str, *counts: int) -> str:
-    """A machine in titles: "16 GPUs (dgx-h100)", "8 to 64 GPUs (dgx-h100)"."""
+    """The text of a machine in titles: "16 GPUs (dgx-h100)", "8 to 64 GPUs (dgx-h100)"."""
     ends = dict.fromkeys(str(n) for n in (min(counts), max(counts)))
     return f"{' to '.join(ends)} GPU{'s' * (max(counts) != 1)} ({cluster})"
 
@@ -56,7 +56,7 @@ def backend(row: Row) -> str:
 
 
 def option(row: Row, group: str, name: str, default: Any = None) -> Any:
-    """A value of ``model_options`` or ``strategy_options`` of a row's cell."""
+    """An option of a row's cell; ``group`` is "model_options" or "strategy_options"."""
     return (row["cell"].get(group) or {}).get(name, default)
 
 
@@ -66,14 +66,14 @@ def searches_for(row: Row, field: str) -> bool:
 
 
 def but_length(row: Row) -> str:
-    """What is set of a row's cell beside its batch and length: the same of a search for the longest sequence
-    and of a step of any length."""
+    """The settings of a row's cell without batch, length and search, as JSON: equal for a search for the
+    longest sequence and for a step of any length."""
     left_out = ("batch", "seq_len", "search")
     return json.dumps({k: v for k, v in row["cell"].items() if k not in left_out}, sort_keys=True)
 
 
 def grouped(items: Iterable[Item], by: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items, such as rows, of each value of ``by``, in the order in which values first appear."""
+    """The items (for example, rows) by their value of ``by``, in the order in which values first appear."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(by(item), []).append(item)
@@ -81,18 +81,18 @@ def grouped(items: Iterable[Item], by: Callable[[Item], Key]) -> dict[Key, list[
 
 
 def by_model(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each model by its :func:`model_name`, sorted by the presets' names."""
+    """The rows of each model, by the model's name in figures, sorted by the presets' names."""
     return {model_name(name): some for name, some in sorted(grouped(rows, model).items())}
 
 
 def shared(rows: Iterable[Row], name: str) -> Any:
-    """The value of a cell's field if all rows have the same, else None."""
+    """The value of a field of rows' cells if all rows have the same value, else None."""
     values = {str(row["cell"].get(name)): row["cell"].get(name) for row in rows}
     return next(iter(values.values())) if len(values) == 1 else None
 
 
 def title(rows: Sequence[Row], default: str) -> str:
-    """The title of the rows' scenario, or ``default`` if they name none, and the settings that they share."""
+    """The title of the rows' scenario (``default`` if rows name none), and the settings that rows share."""
     named = next((row["scenario"] for row in rows if row.get("scenario")), None)
     scenario = named.get("title") if isinstance(named, Mapping) else named
     common = [shared(rows, name) for name in ("cluster", "precision", "variant")]
@@ -107,14 +107,13 @@ def differing_settings(
     at: Callable[[Row], int] = gpus,
     of: Callable[[Row], Mapping[str, Any]] = lambda row: settings(row),
 ) -> Callable[[Row], str]:
-    """A function that gives the settings that distinguish a row from others of its strategy, as text.
-
-    The text is empty for strategies with at most one row of each place.
+    """A function from a row to a text of the settings in which it differs from others of its strategy; "" for
+    strategies with at most one row at each place.
 
     Args:
         ignored: settings that do not distinguish rows.
-        at: the place of a row.
-        of: its settings.
+        at: a function from a row to its place on the x axis.
+        of: a function from a row to its settings.
     """
     names = {
         name: [each for each in differing(list(map(of, some))) if each not in ignored]
@@ -131,7 +130,7 @@ def differing_settings(
 
 
 def setting_text(name: str, value: Any) -> str:
-    """A setting in words: "2 layers", "placement zigzag", "recomputed"; "" for one that is not given."""
+    """A setting in words: "2 layers", "placement zigzag", "recomputed"; "" for a setting without a value."""
     if name == "checkpointing":
         return "recomputed" if value else ""
     if value is None or name in _SPEAKING:
@@ -144,7 +143,7 @@ def setting_text(name: str, value: Any) -> str:
 
 
 def settings(row: Row) -> dict[str, Any]:
-    """The settings of a cell on one level, without the model, the strategy and the sizes of its axis."""
+    """The settings of a row's cell on one level, without the model, the strategy and most sizes of axes."""
     cell = row["cell"]
     of_cell = {name: cell.get(name) for name in _FIELDS}
     of_cell |= {axis: (cell.get("sizes") or {}).get(axis, 1) for axis in ("dp", "pp")}
@@ -155,6 +154,6 @@ def settings(row: Row) -> dict[str, Any]:
 
 
 def differing(items: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values, as texts, are not the same in all items, in the order of their appearance."""
+    """The keys whose values, as texts, differ between items, in the order in which keys first appear."""
     names = dict.fromkeys(name for item in items for name in item)
     return [name for name in names if len({str(item.get(name)) for item in items}) > 1]

@@ -1,5 +1,5 @@
-"""Figures of splits of GPUs over the axes of a mesh: memory, bytes by axis and time of the same work, and the
-longest sequence and the largest batch; and of placements of packed documents."""
+"""Figures of splits of GPUs over the axes of a mesh (memory, bytes by axis and time of the same work; longest
+sequence and largest batch), and of placements of packed documents."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from spbench.plots.style import (
 )
 
 _GIB = 2**30
-#: of bytes that go over the ranks of several axes at once, as sums of gradients do
+#: the name for bytes sent over the ranks of several axes at once, such as sums of gradients
 SEVERAL = "several axes at once"
 _ALONG = [*MESH_AXES, SEVERAL, "ep", "edp", "etp"]
 
@@ -56,9 +56,9 @@ _seconds = measured("step_time_s")
 
 
 def split_names(rows: Sequence[Row]) -> list[str]:
-    """A name for each row, as "tp 4 x sp 16, Megatron-SP + RSA": the axes of several ranks from the outermost
-    of the mesh to the innermost, and the strategy; with the number of micro-batches if there are several, and
-    the settings that tell rows apart which would have the same name."""
+    """A name for each row, such as "tp 4 x sp 16, Megatron-SP + RSA": the axes of several ranks from the
+    outermost to the innermost, and the strategy; then the number of micro-batches if there are several, and
+    settings that differ between rows of otherwise equal names."""
     names = [
         ", ".join(filter(None, [_axes(row), short_name(strategy(row)), _micro_batches(row)])) for row in rows
     ]
@@ -87,8 +87,8 @@ def _told_apart(of_rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def sent_by_axis(row: Row) -> dict[str, float]:
-    """Bytes that a GPU sends in a step along each axis of the mesh, in its order, along SEVERAL, and along
-    folded axes. Axes along which it sends nothing are left out."""
+    """The bytes that a GPU sends in a step, by axis: along each axis of the mesh in order, along SEVERAL, and
+    along folded axes. Axes without bytes are left out."""
     sent: Counter[str] = Counter()
     for entry in row["measurement"].get("communication") or ():
         axis = entry["axis"]
@@ -101,9 +101,7 @@ def sent_by_axis(row: Row) -> dict[str, float]:
 
 def _same_work(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A row of panels for each model, cluster, batch and sequence length, with the splits from the fastest
-    to the slowest, then those without a time.
-
-    The comparison is not used: nothing was published.
+    to the slowest, then splits without a time. The comparison is not used, because no number was published.
     """
     works = {name: _by_time(some) for name, some in grouped(rows, _work).items()}
     named = ((f"{name}, {split}", row) for name, some in works.items() for split, row in some.items())
@@ -120,7 +118,7 @@ def _same_work(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
 
 
 def _empty_grid(rows: Sequence[Row], heading: str, named: Iterable[tuple[str, Row]]) -> PanelGrid:
-    """A grid without panels, with notes of the named rows that have no number."""
+    """A grid without panels, with notes on the named rows that have no number."""
     lost = [row for row in rows if row["status"] != "ok"]
     return PanelGrid(title(rows, heading), list(lost_notes(named)), lost, page_only=True)
 
@@ -143,7 +141,7 @@ _Segments = Callable[[Row, str], Iterable[Segment]]
 
 
 def _draw(ax: Axes, rows: Mapping[str, Row], quantity: str, segments: _Segments, reach: float = 0) -> Drawn:
-    """A level for each row, by its split; ``segments`` makes a bar's of a row and the split's name."""
+    """Draw a level for each row; ``segments`` makes the segments of a bar from a row and its split's name."""
     bars = [
         Bar([*segments(row, split)], f"{quantity} {split}", status=row["status"])
         for split, row in rows.items()
@@ -152,7 +150,7 @@ def _draw(ax: Axes, rows: Mapping[str, Row], quantity: str, segments: _Segments,
 
 
 def _draw_memory(ax: Axes, rows: Mapping[str, Row]) -> Drawn:
-    """Peaks, those of steps that do not fit too, hatched, and the usable memory of the card as a line."""
+    """Draw peaks of memory (hatched for steps that do not fit), and the card's usable memory as a line."""
 
     def segments(row: Row, split: str) -> Iterator[Segment]:
         unlike = ("", 1.0) if row["status"] == "ok" else ("////", 0.35)
@@ -170,7 +168,7 @@ def _draw_memory(ax: Axes, rows: Mapping[str, Row]) -> Drawn:
 
 
 def _draw_sent(ax: Axes, rows: Mapping[str, Row], used: set[str]) -> Drawn:
-    """Bytes by the axis of the mesh along which they are sent; the legend has the axes in ``used``."""
+    """Draw the bytes by the axis along which they are sent; the legend has the axes in ``used``."""
     colors = category_colors(_ALONG)
 
     def segments(row: Row, split: str) -> Iterator[Segment]:
@@ -190,9 +188,9 @@ def _times(row: Row, split: str) -> Iterator[Segment]:
 
 
 def _largest(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A row for each model, of a panel for the longest sequence and one for the largest batch, with the
-    splits from the longest sequence to the shortest; a bar's ratio to the baseline, where the comparison has
-    one, stands at its end."""
+    """A row for each model, with a panel for the longest sequence and a panel for the largest batch, and the
+    splits from the longest sequence to the shortest. The text at a bar's end has the ratio to the baseline,
+    if the comparison has it."""
     rows = [row for row in rows if any(searches_for(row, searched.field) for searched in (LENGTH, BATCH))]
     ratios = {claim.numerator: claim.ours for claim in claims_of(comparison)}
     models = {name: _by_split(some) for name, some in by_model(rows).items()}
@@ -230,7 +228,7 @@ def _largest_panel(
 
 
 def _by_split(rows: Sequence[Row]) -> dict[str, dict[Searched, Row]]:
-    """The rows by the names of their splits and what they search for; the longest sequence first."""
+    """The rows by the name of the split and the searched field, the split of the longest sequence first."""
     splits: dict[str, dict[Searched, Row]] = {}
     for searched in (LENGTH, BATCH):
         some = [row for row in rows if searches_for(row, searched.field)]
@@ -267,8 +265,8 @@ draw_max_seqlen_4d = Drawing("max_seqlen_4d", _largest)
 
 
 def placement_imbalance(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """For each length and number of GPUs the imbalance of each variant's rows, above their step times: the
-    means of several draws of documents, and in parentheses their ranges."""
+    """For each length and number of GPUs a panel of imbalance, above a panel of step times: for each variant
+    the mean over several draws of documents, and in parentheses the range."""
     colors = category_colors(row["cell"]["variant"] for row in rows)
     order = list(colors)
 
@@ -305,7 +303,7 @@ def _placement_panel(
 
 
 def spread(values: Sequence[float]) -> str:
-    """Their mean, and in parentheses their range where they differ in what is shown."""
+    """The mean of values, and in parentheses their range if its ends differ as text; "" without values."""
     if not values:
         return ""
     least, most = number(min(values)), number(max(values))

@@ -1,6 +1,6 @@
-"""What figures and pages show of methods: their colours, markers, hatches and names; and numbers as text.
+"""The colours, markers, hatches and names of methods in figures and pages; and numbers as text.
 
-Nothing here needs matplotlib, so that web pages take the same colours from :func:`method_color`.
+This module does not need matplotlib, so that web pages take the same colours from :func:`method_color`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-#: name -> (colour, marker, hatch) of each method, in the order of legends. Each colour has a contrast of at
-#: least 3 against white, and each two differ by at least 17 in CIELAB, also as seen with a colour-vision
-#: deficiency; in grey, markers and hatches tell methods apart
+#: (colour, marker, hatch) of each method by name, in the order of legends. Each colour has a contrast of at
+#: least 3 against white, and any two colours differ by at least 17 in CIELAB, also as seen with a
+#: colour-vision deficiency; in grey, markers and hatches tell methods apart
 _METHODS = {
     "tensor_parallel": ("#355ba9", "o", ""),
     "ring_self_attention": ("#cc7f00", "s", "////"),
@@ -32,11 +32,11 @@ _METHODS = {
     "single": ("#535353", "h", "//"),
 }
 _COLORS, MARKERS, _HATCHES = zip(*_METHODS.values(), strict=True)
-#: of what is no method, such as backends and mesh axes; the palette Dark2 of ColorBrewer
+#: the colours of backends, mesh axes and other things than methods; the palette Dark2 of ColorBrewer
 _CATEGORIES = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
-#: what a colour of an unknown method keeps from white, from grey and from the colours of the table
+#: the least distances of an unknown method's colour from white, from grey and from the table's colours
 _CONTRAST, _CHROMA, _DISTANCE = 3.0, 0.3, 0.22
-#: of strategies, as people write them
+#: the names of strategies, as people write them
 _NAMES = {
     "tensor_parallel": "Tensor parallelism",
     "ring_self_attention": "Ring Self-Attention",
@@ -54,7 +54,7 @@ _NAMES = {
     "dsp": "DSP",
     "odysseus": "Odysseus",
 }
-#: names of strategies where there are several in one name, or many names beside each other
+#: short names of strategies, for combinations of strategies and for many names side by side
 _SHORT_NAMES = {
     "tensor_parallel": "TP",
     "ring_self_attention": "RSA",
@@ -77,7 +77,7 @@ _ENGINES = {
     "emulated": "emulated ranks",
     "lockstep": "ranks in turns",
 }
-#: parts of models' names that are no words
+#: the spelling of parts of models' names that are no words
 _MODEL_PARTS = {
     "bert": "BERT",
     "gpt": "GPT",
@@ -95,14 +95,14 @@ _MODEL_PARTS = {
 _MODEL_PART = re.compile(rf"{'|'.join(sorted(_MODEL_PARTS, key=len, reverse=True))}|[^-]+")
 _SIZE = re.compile(r"a?\d+(\.\d+)?[bmk]")
 INK, GREY = "#262626", "#666666"
-#: between the names of strategies around each other
+#: the sign between the names of strategies in a combination, the outermost first
 PLUS = "+"
 TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn."""
+    """The colour, marker and hatch with which a method is drawn."""
 
     color: str
     marker: str
@@ -110,10 +110,10 @@ class Look:
 
 
 def method_look(name: str) -> Look:
-    """The look of a strategy, a peer or strategies around each other, the same in every figure.
+    """The look of a strategy, a peer or a combination of strategies, the same in every figure.
 
-    What the table lacks takes a colour from its name that is unlike all of the table. Strategies around each
-    other, as "megatron_sp+lasp", have the marker of the outermost and the hatch of the innermost.
+    A name that the table lacks gets a colour computed from the name, unlike all colours of the table. A
+    combination, such as "megatron_sp+lasp", has the outermost's marker and the innermost's hatch.
     """
     if name in _METHODS:
         return Look(*_METHODS[name])
@@ -130,19 +130,19 @@ def method_color(name: str) -> str:
 
 
 def looks(strategies: Iterable[str]) -> dict[str, Look]:
-    """The look of each strategy, in the order of legends: as in the table, then by name."""
+    """The look of each strategy, in the order of legends: the table's order, then alphabetical."""
     names = set(strategies)
     ordered = [name for name in _METHODS if name in names] + sorted(names - set(_METHODS))
     return {name: method_look(name) for name in ordered}
 
 
 def category_colors(names: Iterable[str]) -> dict[str, str]:
-    """A colour for each of several things that are no methods; they repeat after eight."""
+    """A colour for each name of things that are no methods; colours repeat after eight names."""
     return {name: _CATEGORIES[at % len(_CATEGORIES)] for at, name in enumerate(dict.fromkeys(names))}
 
 
 def _color_by_name(name: str) -> str:
-    """The first of a sequence of colours, random but for the name, that meets the bounds above."""
+    """The first colour that meets the least distances, in a pseudo-random sequence seeded by the name."""
     taken = [_rgb(color) for color in _COLORS]
     for attempt in range(10_000):
         color = "#" + hashlib.sha256(f"{name} {attempt}".encode()).hexdigest()[:6]
@@ -154,7 +154,7 @@ def _color_by_name(name: str) -> str:
 
 
 def contrast(color: str) -> float:
-    """The contrast of a colour against white, 1 to 21, as WCAG 2 defines it."""
+    """The contrast of a colour against white, from 1 to 21, as WCAG 2 defines it."""
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in _rgb(color)]
     luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
     return 1.05 / (luminance + 0.05)
@@ -176,23 +176,23 @@ def _rgb(color: str) -> tuple[float, float, float]:
 
 
 def strategy_name(strategy: str) -> str:
-    """The strategy's name as figures show it; of strategies around each other, their :func:`short_name`."""
+    """A strategy's name as figures show it; for a combination of strategies, its :func:`short_name`."""
     return short_name(strategy) if PLUS in strategy else _NAMES.get(strategy, strategy.replace("_", " "))
 
 
 def short_name(strategy: str) -> str:
-    """A short name of a strategy; of strategies around each other these names, with plus signs between."""
+    """The short name of a strategy; for a combination, the short names with plus signs between."""
     parts = strategy.split(PLUS)
     return f" {PLUS} ".join(_SHORT_NAMES.get(part) or strategy_name(part) for part in parts)
 
 
 def backend_name(backend: str) -> str:
-    """The data-parallel backend's name as figures show it."""
+    """A data-parallel backend's name as figures show it."""
     return _BACKENDS.get(backend, backend)
 
 
 def model_name(preset: str) -> str:
-    """A model's name as figures show it: "Llama-3 8B" of "llama3-8b"."""
+    """A model's name as figures show it: "Llama-3 8B" for "llama3-8b"."""
     parts = [
         part.upper() if _SIZE.fullmatch(part) else _MODEL_PARTS.get(part, part)
         for part in _MODEL_PART.findall(preset)
@@ -202,22 +202,22 @@ def model_name(preset: str) -> str:
 
 
 def engine_name(engine: str) -> str:
-    """What ran a row, as figures show it: "virtual ranks"."""
+    """An engine's name as figures show it: "virtual ranks"."""
     return _ENGINES.get(engine, f"engine {engine}")
 
 
 def number(value: float) -> str:
-    """A value with three significant digits; from 1,000 on all digits of the whole part."""
+    """A number as text with three significant digits, or from 1,000 on without digits after the point."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def length_text(tokens: int) -> str:
-    """A sequence length as papers write it: 2K for 2048."""
+    """A sequence length as papers write it: "2K" for 2048 tokens."""
     return str(tokens) if tokens % 1024 else f"{tokens // 1024}K"
 
 
 def binary_length(tokens: int) -> str:
-    """A sequence length in the largest binary unit that divides it: 128K, 1M, 1000."""
+    """A sequence length in the largest binary unit that divides it: "128K", "1M", "1000"."""
     for suffix, unit in (("M", 2**20), ("K", 2**10)):
         if tokens % unit == 0:
             return f"{tokens // unit}{suffix}"
@@ -225,7 +225,7 @@ def binary_length(tokens: int) -> str:
 
 
 def tick_texts(values: Sequence[float]) -> list[str]:
-    """Values of one axis as text: small ones as 1e-7, large ones with the prefixes k (1000), M, G, T."""
+    """The texts of an axis's values: small values as 1e-7, large ones with the prefixes k (1000), M, G, T."""
     highest, lowest = max(values, default=0), min((v for v in values if v > 0), default=1)
     if highest >= 1e5:
         prefixes = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
@@ -237,7 +237,7 @@ def tick_texts(values: Sequence[float]) -> list[str]:
 
 
 def shortened(text: str, width: int, lines: int = 1) -> str:
-    """The text wrapped to ``width`` characters, its own line breaks kept, cut after ``lines`` lines."""
+    """The text wrapped to ``width`` characters and cut after ``lines`` lines; its line breaks are kept."""
     wrapped: list[str] = []
     for line in text.splitlines():
         room = max(1, lines - len(wrapped))

@@ -1,5 +1,5 @@
-"""The instrument: from a cell to its row. This is its door, through which ``tools`` and ``command_line`` go:
-its names stand in ``__init__.pyi``, each with its module (:func:`lazy_names`)."""
+"""Measuring: everything from a cell to its row. ``tools`` and ``command_line`` import only from this package,
+whose names are in ``__init__.pyi``, each with its module (:func:`lazy_names`)."""
 
 from spbench.impls import lazy_names
 

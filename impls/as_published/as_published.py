@@ -1,4 +1,4 @@
-"""What all baselines as published have in common."""
+"""The base class of baselines as published."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from spbench.impls.strategies.base import Strategy
 class AsPublished(Strategy):
     """A strategy whose code computes another function than the model's, as its authors ran it.
 
-    Verification holds it to :meth:`on_one_device`, so that its gradients are proven right for what it
-    computes, and shows beside that how far this is from the model.
+    Verification compares the baseline with :meth:`on_one_device`, so that its gradients are proven right for
+    the function that it computes, and also shows how far this function is from the model's.
 
     Attributes:
-        departs: what it computes otherwise than the model, in a line.
+        departs: one line that says how the baseline's function differs from the model's.
     """
 
     departs: ClassVar[str]
 
     @abstractmethod
     def on_one_device(self) -> Strategy:
-        """A strategy of one device that computes the same function as all ranks of this one together."""
+        """A strategy of one device that computes the same function as all ranks of this baseline."""
 
     def _check_own(self, sites: Sequence[Site]) -> None:
         if self.within is not None or self.outermost is not self:

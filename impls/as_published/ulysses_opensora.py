@@ -7,19 +7,19 @@ opensora/acceleration/communications.py. By date, authors and numbers it is in a
 
 Positions [B, T, S] are cut along the frames T, and every attention swaps heads for positions:
 
-- temporal attention has T/N frames of a place, and swaps them for all T of Z/N heads: Ulysses.
-- spatial attention has all S places of T/N frames already, and swaps all the same. It puts the places of N
-  frames of other ranks, t, t + T/N, t + 2T/N, ..., one after another and attends over all N S of them with
-  Z/N heads. That is (T/N) (N S)^2 (Z/N) = T S^2 Z scores: as many as one device computes, not an N-th of it;
-  and a frame attends to other frames (reported by a user, hpcaitech/Open-Sora issue 296; from v1.2 on places
-  are cut there).
-- attention to the text gathers all T S queries of Z/N heads. Its messages buy nothing, since every rank has
+- temporal attention has T/N frames of a place, and swaps these for all T frames of Z/N heads: Ulysses.
+- spatial attention has all S places of T/N frames already, and swaps nevertheless. It puts the places of N
+  frames of other ranks, t, t + T/N, t + 2T/N, ..., one after another and attends over all N S places with Z/N
+  heads. That is (T/N) (N S)^2 (Z/N) = T S^2 Z scores: as many as one device computes, not an N-th of these;
+  and a frame attends to other frames (reported by a user, hpcaitech/Open-Sora issue 296; from v1.2 on spatial
+  attention cuts places).
+- attention to the text gathers all T S queries of Z/N heads. These messages are useless, since every rank has
   the text; and a kernel of FlashAttention-2's design runs its backward in a thread block for each 128 keys
-  and head, of which Z/N are left.
+  and head, of which only Z/N are left.
 
 So a block sends 4 + 4 + 2 = 10 M/N forward and as much backward, where Ulysses along the frames sends 4 M/N
-and DSP 2 M/N (M the bytes of B T S H elements). Queries, keys and values go in one all-to-all, which is given
-a list of pieces: one is made contiguous for each rank, and those that come are joined.
+and DSP 2 M/N (M the bytes of B T S H elements). Queries, keys and values go in one all-to-all of lists of
+pieces: a contiguous piece is made for each rank, and the received pieces are joined.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from spbench.impls.traffic import Traffic
 
 #: the grid dim that is cut: the frames
 FRAMES = 0
-#: dims of lines [lines, positions, Z, A]
+#: the dims of positions and of heads in [lines, positions, Z, A]
 POSITIONS, HEADS = 1, 2
 
 
@@ -92,7 +92,7 @@ class OpenSoraUlysses(AsPublished, SequenceChunks):
             return super().grid_attention(q, k, v, dim)
         lines = [x.movedim(dim + 1, -3) for x in (q, k, v)]
         shape = lines[0].shape[:-3]
-        # of frames a rank has some, of places all; both are gathered
+        # a rank has some frames or all places of a line; the swap gathers in either case
         gathered = self._swap([x.flatten(0, -4) for x in lines], HEADS, POSITIONS)
         y = whole_attention(*(x.transpose(1, 2) for x in gathered)).transpose(1, 2)
         (y,) = self._swap([y], POSITIONS, HEADS)
@@ -108,21 +108,21 @@ class OpenSoraUlysses(AsPublished, SequenceChunks):
         return y.unflatten(1, q.shape[1:-2])
 
     def _of_own_heads(self, text: Tensor) -> Tensor:
-        """Keys and values of a text [2, B, W, Z, A], which all ranks compute -> [2, B, W, Z/N, A]. Backward
-        gathers the gradients of all heads on every rank; as the sum over ranks then counts each of them N
-        times, they are divided by N first."""
+        """This rank's heads [2, B, W, Z/N, A] of a text's keys and values [2, B, W, Z, A], which all ranks
+        compute. Backward gathers the gradients of all heads on every rank, and divides them by N, because the
+        later sum over ranks counts each gradient N times."""
         if text.requires_grad:
             text.register_hook(lambda gradient: gradient / self.size)
         return scatter_to_group(text, 3, self.group)
 
     def _swap(self, tensors: Sequence[Tensor], split_dim: int, gather_dim: int) -> Sequence[Tensor]:
-        """Tensors of one shape in one all-to-all; see :func:`spbench.impls.collectives.all_to_all`."""
+        """:func:`spbench.impls.collectives.all_to_all` of several tensors of one shape in one message."""
         swapped: Tensor = _Swap.apply(self.group, split_dim, gather_dim, *tensors)
         return swapped.unbind()
 
 
 class JoinedFrames(Strategy):
-    """One device that attends in space as ``ranks`` of :class:`OpenSoraUlysses` do."""
+    """One device whose spatial attention joins frames as ``ranks`` ranks of :class:`OpenSoraUlysses` do."""
 
     name = "joined_frames"
 
@@ -141,8 +141,8 @@ class JoinedFrames(Strategy):
 
 
 class _Swap(torch.autograd.Function):
-    """K tensors [...] of one shape, whole along ``split_dim`` and of this rank along ``gather_dim``, to one
-    [K, ...] that is the other way round: one all-to-all of lists of N pieces."""
+    """K tensors [...], whole along ``split_dim`` and this rank's part along ``gather_dim`` -> one tensor
+    [K, ...], whole along ``gather_dim`` and cut along ``split_dim``: one all-to-all of lists of N pieces."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, split_dim: int, gather_dim: int, *x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class _Swap(torch.autograd.Function):
 
 
 def _exchanged(pieces: list[Tensor], gather_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Piece r goes to rank r; those that come are joined along ``gather_dim``."""
+    """Sends piece r to rank r; returns the received pieces, joined along ``gather_dim``."""
     received = [torch.empty_like(piece) for piece in pieces]
     dist.all_to_all(received, pieces, group=group)
     return torch.cat(received, gather_dim)

@@ -181,7 +181,7 @@ class Backend(ABC):
 
     @property
     def host_layout(self) -> HostLayout:
-        """How the host holds the state of a host optimizer."""
+        """The layout of a host optimizer's state in the host's memory."""
         return EACH_WEIGHT
 
     @property

@@ -162,7 +162,7 @@ class MegatronOptions(OptimizerOptions):
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`."""
+        """Yields the settings that a search for the fastest layout tries (:meth:`Options.searched`)."""
         overlapped = {"overlap_grad_reduce": True}
         yield {"distributed_optimizer": True, **overlapped, "overlap_param_gather": True}
         yield overlapped

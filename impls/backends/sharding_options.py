@@ -16,7 +16,7 @@ from spbench.impls.options import Saving, check_choices
 
 @dataclass(frozen=True)
 class ShardingOptions(OptimizerOptions):
-    """How a model is set up, and when weights are gathered.
+    """Options of ZeRO-2 and ZeRO-3: how a model is set up, and when weights are gathered.
 
     Attributes:
         initialize: where the weights are before they are sharded: on the "meta" device, without memory, or
@@ -137,7 +137,7 @@ class ShardingOptions(OptimizerOptions):
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`."""
+        """Yields the settings that a search for the fastest layout tries (:meth:`Options.searched`)."""
         yield {}
         yield {"optimizer": "host"}
         yield {"optimizer": "host", "parameters": "host"}

@@ -1,8 +1,8 @@
-"""Every rank gets the tokens of all ranks, and each takes those of its experts (Megatron-LM's
+"""Every rank gets the tokens of all ranks, and selects the tokens of its own experts (Megatron-LM's
 MoEAllGatherTokenDispatcher).
 
-Tokens, weights and choices are gathered over ep and etp. Each rank sums what its experts made of each token,
-and a reduce-scatter adds up these sums and gives each rank its own tokens back.
+Tokens, weights and choices are gathered over ep and etp. Each rank sums its experts' results for each token.
+Then a reduce-scatter adds up these sums over ranks and gives each rank its own tokens back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spbench.impls.traffic import Traffic
 
 
 class AllGather(Dispatcher):
-    """All-gather and reduce-scatter over ep and etp."""
+    """Dispatches by an all-gather and a reduce-scatter over ep and etp."""
 
     name = "all_gather"
     summary = "all-gather of every rank's tokens, each rank takes the tokens of its experts"

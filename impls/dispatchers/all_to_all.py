@@ -1,9 +1,9 @@
 """Each token goes to the ranks of its experts, once for each expert (GShard, arXiv 2006.16668; Megatron-LM's
 MoEAlltoAllTokenDispatcher).
 
-The rows are put in the order of experts, and an all-to-all over ep takes them there, and their weights beside
-them. Over etp each rank's rows are gathered, as all of its ranks have features of the same experts, and the
-results reduce-scattered. A rank that has several experts sorts what came from each rank by expert.
+Rows are put in the order of experts, and two all-to-alls over ep send the rows and their weights there. Over
+etp, rows are gathered and results reduce-scattered, because the ranks along etp have features of the same
+experts. A rank with several experts sorts the rows from each rank by expert.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from spbench.impls.traffic import Traffic
 
 
 class _Lengths(NamedTuple):
-    """Rows by where they come from and go to.
+    """The numbers of rows by source and destination.
 
     Attributes:
-        sent: to each rank along ep.
-        received: from each rank along ep.
-        gathered: that each rank along etp received.
-        chunks: of each rank along etp, of each along ep, for each of this rank's experts [etp, ep, experts].
+        sent: rows to each rank along ep.
+        received: rows from each rank along ep.
+        gathered: rows that each rank along etp received.
+        chunks: rows from each rank along etp and ep for each of this rank's experts [etp, ep, experts].
     """
 
     sent: list[int]
@@ -45,7 +45,7 @@ class _State(NamedTuple):
 
 
 class AllToAll(Dispatcher):
-    """All-to-all over ep, all-gather and reduce-scatter over etp."""
+    """Dispatches by all-to-alls over ep, and an all-gather and a reduce-scatter over etp."""
 
     name = "all_to_all"
     summary = "all-to-all of a row for each expert of each token"
@@ -98,16 +98,16 @@ class AllToAll(Dispatcher):
 
     @property
     def _sorts(self) -> bool:
-        """Whether rows come from several ranks for several experts."""
+        """Whether this rank must sort rows, because rows come from several ranks for several experts."""
         return self.held > 1 and self.ep * self.etp > 1
 
     def _to_experts(self, lengths: _Lengths) -> tuple[list[int], list[int]]:
-        """Lengths of chunks as they come, and the order that puts those of each expert together."""
+        """The rows of each chunk in order of arrival, and the order of chunks that sorts them by expert."""
         order = np.arange(lengths.chunks.size).reshape(-1, self.held).T
         return lengths.chunks.ravel().tolist(), order.ravel().tolist()
 
     def _from_experts(self, lengths: _Lengths) -> tuple[list[int], list[int]]:
-        """Lengths of chunks by expert, and the order that puts them back as they came."""
+        """The rows of each chunk sorted by expert, and the order of chunks that restores their arrival."""
         sizes = lengths.chunks.reshape(-1, self.held).T
         order = np.arange(sizes.size).reshape(self.held, -1).T
         return sizes.ravel().tolist(), order.ravel().tolist()
@@ -120,7 +120,7 @@ class AllToAll(Dispatcher):
             told = counts.sent.size * 8
             yield Traffic("forward", "tokens of each expert", "all_gather", 1, told, ("ep", "etp"))
         of_weight, row = 0 if call.weighs_at == "tokens" else call.weight_bytes(width), hidden * width
-        # the payload of an all-to-all is what goes in: of a gradient, and of the way back, what came out
+        # an all-to-all's payload is its input; of a gradient or the way back, that is the forward output
         out, back = sum(lengths.sent), sum(lengths.received)
         for phase, n, purpose, nbytes in (
             ("forward", out, "tokens to experts", row),
@@ -146,6 +146,6 @@ class AllToAll(Dispatcher):
 
 
 def _times(rows: Tensor, weights: Tensor) -> Tensor:
-    """Rows [R, H] times their weights [R], in float32 at least, as torchtitan's MoE multiplies them."""
+    """Rows [R, H] times their weights [R], computed in at least float32 as in torchtitan's MoE."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
     return (rows.to(dtype) * weights.to(dtype)[:, None]).to(rows.dtype)

@@ -1,21 +1,20 @@
-"""How tokens reach the ranks that have their experts, and come back: the interface of dispatchers.
+"""The interface of dispatchers, which send tokens to the ranks that have their experts, and back.
 
-The ranks of a pipeline stage are arranged anew for experts, over the axes ep and etp (parallel folding, arXiv
-2504.14960): a rank has E / ep experts, and 1 / etp of the features of each. A dispatcher sends over these
-axes alone, whatever strategy is around.
+For experts, the ranks of a pipeline stage form another grid, over the axes ep and etp (parallel folding,
+arXiv 2504.14960). A rank has E / ep experts, and 1 / etp of the features of each of these. A dispatcher sends
+only over these two axes, with any strategy for the other layers.
 
 Letters: T tokens of this rank, H hidden, E experts, k experts a token, R rows that a rank's experts get (a
-token has one for each of its experts), P ranks along ep and etp together.
+token has one row for each of its experts), P ranks along ep and etp together, B batch, L sequence.
 
-Shared experts on a stream of their own, while tokens are sent to their experts and back (Megatron-LM's
+Shared experts can run on a second stream, while tokens are sent to their experts and back (Megatron-LM's
 --moe-shared-expert-overlap, core/transformer/moe/shared_experts.py).
 
-Their first matmul and activation follow what the computing stream had been given before tokens are sent,
-their second matmul what it had been given before results come back. Backward does the same with their
-gradients. Under sequence parallelism Megatron-LM gathers the input before tokens are put in the order of
-their experts, here with the first matmul; it is kept whole (:attr:`ExpertOptions.gathers_shared_once`).
-
-Letters: B batch, L sequence, H hidden.
+The shared experts' first matmul and activation wait for the work that the computing stream has before tokens
+are sent, their second matmul for its work before results come back. Backward does the same with gradients.
+Under sequence parallelism, Megatron-LM gathers the shared experts' input before it puts tokens in the order
+of experts. Here the first matmul gathers the input, which is kept whole
+(:attr:`ExpertOptions.gathers_shared_once`).
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class ExpertCall:
-    """What a block of experts asks of a dispatcher, beside the sizes of its site.
+    """The settings of a block of experts that its dispatcher needs, in addition to the tensors' sizes.
 
     Attributes:
-        plan: where tokens go, or are taken to go.
-        dispatcher: its name.
-        capacity, padded: see :class:`ExpertOptions`.
-        precise_weights: whether the router's weights are in float32 at least.
-        aux_loss: see :class:`ExpertOptions`.
-        node_ranks: see :class:`ExpertOptions`.
-        weighs_at: see ``expert_weighting_at`` of :class:`ExpertOptions`.
-        kept: the collectives whose results a second run of the block has.
-        learned: whether the router decides, so that what ranks with values send is not known before.
+        plan: the experts of each token; with a learned router, an assumption.
+        dispatcher: the dispatcher's name.
+        capacity, padded: as in :class:`ExpertOptions`.
+        precise_weights: whether the router's weights are in at least float32.
+        aux_loss: as in :class:`ExpertOptions`.
+        node_ranks: as in :class:`ExpertOptions`.
+        weighs_at: ``expert_weighting_at`` of :class:`ExpertOptions`.
+        kept: names of collectives whose results the block keeps for a second run.
+        learned: whether the router decides, so that no rank knows before a step how many tokens it sends.
     """
 
     plan: RoutingPlan
@@ -65,16 +64,16 @@ class ExpertCall:
     kept: tuple[str, ...] = ()
 
     def weight_bytes(self, element_bytes: int) -> int:
-        """Bytes of one of the router's weights."""
+        """Bytes of one router weight, where an element of hidden states has ``element_bytes``."""
         return max(4, element_bytes) if self.precise_weights else element_bytes
 
 
 class Counts(NamedTuple):
-    """What each rank along ep and etp sends.
+    """The numbers of tokens that each rank along ep and etp sends.
 
     Attributes:
         sent: tokens to each expert [P, E].
-        met: for each of :attr:`Dispatcher.parts`, tokens that have experts in each run [P, part].
+        met: for each ``part`` of :attr:`Dispatcher.parts`, tokens with experts in each run [P, part].
     """
 
     sent: np.ndarray
@@ -83,14 +82,14 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What a rank's experts get.
+    """The rows that a rank's experts get.
 
     Attributes:
-        rows: [R, H], by expert.
-        weights: the router's, of each row [R]; None: they are multiplied where the tokens are.
-        lengths: how many rows each of this rank's experts has.
-        state: what the way back needs.
-        held: what was sent and received, which programs refer to until the tokens are back (custom_forward of
+        rows: rows [R, H] in the order of experts.
+        weights: the router's weight of each row [R]; None: the tokens' own ranks multiply with the weights.
+        lengths: the number of rows of each of this rank's experts.
+        state: data that the dispatcher needs to send results back.
+        held: sent and received tensors to which programs refer until the tokens are back (custom_forward of
             Megatron-LM's MoELayer).
     """
 
@@ -105,84 +104,84 @@ class Dispatcher(ABC):
     """Sends tokens to their experts, and back.
 
     Args:
-        place: of this rank.
-        experts: E.
+        place: the place of this rank on the mesh.
+        experts: E, the number of experts.
         permutation: one of PERMUTATIONS.
-        node_ranks: ranks of a node.
+        node_ranks: the number of ranks of a node.
     """
 
     name: ClassVar[str]
-    #: one line for lists
+    #: a description of one line, for lists
     summary: ClassVar[str] = ""
-    #: where the method is described
+    #: the paper or code that describes the method
     source: ClassVar[str] = ""
-    #: whether what is sent depends on how many tokens each expert gets
+    #: whether the sizes of messages depend on how many tokens each expert gets
     by_counts: ClassVar[bool] = True
-    #: whether it learns from the choices of all ranks how many these are
+    #: whether the dispatcher gathers the choices of all ranks, and counts each expert's tokens from these
     gathers_choices: ClassVar[bool] = False
-    #: whether tokens beyond an expert's capacity stay where they are
+    #: whether tokens beyond an expert's capacity are not sent
     heeds_capacity: ClassVar[bool] = True
-    #: whether tokens' own ranks have a row for each of their experts, to be multiplied with the weights there
+    #: whether tokens' own ranks have a row for each expert of a token, and can multiply it with the weight
     weighs_tokens: ClassVar[bool] = False
-    #: whether shared experts can run beside what it sends, inside :meth:`sending`
+    #: whether shared experts can run while tokens are sent, inside :meth:`sending`
     overlaps: ClassVar[bool] = False
 
     def __init__(self, place: Place, experts: int, permutation: str, node_ranks: int = 8):
         self.place, self.experts, self.permutation = place, experts, permutation
         self.ep, self.etp = place.size("ep"), place.size("etp")
         self.ep_rank, self.etp_rank = place.rank("ep"), place.rank("etp")
-        #: experts of a rank
+        #: the number of a rank's experts
         self.held = experts // self.ep
-        #: shared experts that run beside what it sends; None: there are none
+        #: shared experts that run while tokens are sent; None: no shared experts do
         self.beside: BesideDispatch | None = None
-        #: what the weights multiply on the tokens' own rank: what is "sent", or what has "returned"
+        #: the rows that weights multiply on the tokens' own rank: rows "sent", rows "returned", or "neither"
         self.weighted = "neither"
-        #: where gathered tokens lie, if not in memory that is made for them
+        #: a reused buffer for gathered tokens; None: each gather allocates memory
         self.buffer: ReusedBuffer | None = None
-        # before a step, which is metered by the names that groups have got
+        # made before a step, because meters of a step use the groups' names
         self.group, self.etp_group = place.group("ep"), place.group("etp")
 
     @property
     def mine(self) -> slice:
-        """The experts of this rank."""
+        """The slice of experts that this rank has."""
         return slice(self.ep_rank * self.held, (self.ep_rank + 1) * self.held)
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Numbers of equal runs of experts for which a dispatcher must know how many tokens meet each run."""
+        """Numbers of equal runs of experts; a dispatcher must know how many tokens meet each run."""
         return ()
 
     def sending(self) -> AbstractContextManager[None]:
-        """Inside, tokens are sent out, and in a second use back, beside what shared experts do."""
+        """A context to send tokens in, and in a second use back, while any shared experts run."""
         return nullcontext() if self.beside is None else self.beside.next_part()
 
     @abstractmethod
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor, counts: Counts | None) -> Dispatched:
-        """Tokens x [T, H] with weights [T, E] to the experts that are chosen for them, bool [T, E].
+        """Send tokens x [T, H] with weights [T, E] to their experts, of which ``chosen`` is the mask [T, E].
 
         Args:
-            counts: None, where a router decides it, for a dispatcher that is not ``by_counts`` or
-                ``gathers_choices``.
+            counts: the ranks' counts; None, where a router decides, for a dispatcher that is not
+                ``by_counts`` or that ``gathers_choices``.
         """
 
     def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
-        """What experts return, of the shape of :attr:`Dispatched.rows`, in the order in which it is sent;
-        under etp it is a part of a sum, which is summed."""
+        """Experts' results (the shape of :attr:`Dispatched.rows`) as rows in the order in which they are sent
+        back; under etp, each rank has a part of each result, and the parts are summed."""
         return rows
 
     def send_back(self, rows: Tensor, state: Any) -> Tensor:
-        """The results of :meth:`to_ranks`, on the ranks whose tokens they are of."""
+        """Send rows of :meth:`to_ranks` to the ranks of their tokens; returns rows of this rank's tokens."""
         return rows
 
     @abstractmethod
     def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
-        """The sum [T, H] over the experts of each of this rank's tokens, from :meth:`send_back`."""
+        """The sum [T, H] of each token's rows, for this rank's tokens, from the rows of :meth:`send_back`."""
 
     @abstractmethod
     def traffic(
         self, call: ExpertCall, hidden: int, tokens: int, counts: Counts, width: int
     ) -> Iterator[Traffic]:
-        """What this rank sends for one block, forward and backward, in closed form; nothing along one rank.
+        """Yields this rank's messages for one block, forward and backward, in closed form.
 
         Args:
             hidden: H.
@@ -192,7 +191,7 @@ class Dispatcher(ABC):
 
 
 def with_backward(forward: Sequence[Traffic]) -> Iterator[Traffic]:
-    """Entries of forward, and what their gradients send."""
+    """Yields each message of forward, followed by the message that its gradient needs in backward."""
     transposed = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all"}
     for entry in forward:
         yield entry
@@ -206,9 +205,10 @@ class BesideDispatch:
     """One run of the shared experts of a layer, in two parts.
 
     Args:
-        x: their input [B, L, H].
-        opens: x -> what ``closes`` takes.
-        closes: -> their result [B, L, H], alone in a tuple.
+        side: the stream on which the shared experts run.
+        x: the shared experts' input [B, L, H].
+        opens: the first part, from x to the arguments of ``closes``.
+        closes: the second part, to a tuple of only the result [B, L, H].
     """
 
     def __init__(
@@ -219,14 +219,14 @@ class BesideDispatch:
 
     @contextmanager
     def next_part(self) -> Iterator[None]:
-        """Inside, tokens are sent, beside which the next part runs; parts after the last do nothing."""
+        """A context to send tokens in, while the next part runs; without a next part, nothing else runs."""
         self._side.follow(self._so_far[0])
         yield
         if self._parts:
             self._so_far = self._side.run(self._parts.pop(), *self._so_far)
 
     def result(self) -> Tensor:
-        """[B, L, H], for which the computing stream waits."""
+        """The shared experts' result [B, L, H], after the computing stream waits for it."""
         assert not self._parts, "a dispatcher that overlaps sends tokens out and back beside shared experts"
         self._side.wait()
         (y,) = self._so_far
@@ -234,6 +234,6 @@ class BesideDispatch:
 
 
 def all_dispatchers() -> Mapping[str, type[Dispatcher]]:
-    """Every dispatcher of tokens to experts by name; plug-ins add theirs by entry points of the group
+    """Every class of dispatchers by name; plug-ins add classes by entry points of the group
     `spbench.dispatchers`."""
     return named_classes("spbench.impls.dispatchers", Dispatcher, "spbench.dispatchers")

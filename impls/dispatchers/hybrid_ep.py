@@ -1,13 +1,13 @@
-"""DeepEP's successor: rows go the way of :mod:`node_deduplicated`, but every rank knows all choices before
-(HybridEP: deep_ep/hybrid_ep_buffer.py and csrc/hybrid_ep/executor of DeepEP's branch hybrid-ep, commit
-94a9f8f; Megatron-LM's --moe-flex-dispatcher-backend hybridep).
+"""DeepEP's successor HybridEP: rows go the way of :mod:`node_deduplicated`, but every rank first gathers all
+choices (deep_ep/hybrid_ep_buffer.py and csrc/hybrid_ep/executor of DeepEP's branch hybrid-ep, commit 94a9f8f;
+Megatron-LM's --moe-flex-dispatcher-backend hybridep).
 
-The choices of all ranks are gathered, T E bytes of each, so that none go with a row. Beside each row go the
-weights, in float32, of all experts of the node that it is sent to, also to a rank of that node. What a rank
-receives lies in a buffer of the library's, outside torch's allocator, from which the rows are put in the
-order of experts: nothing refers to it as a tensor until tokens are back. Here it is one that dies before.
+The choices of all ranks are gathered, T E bytes from each rank, so no choices travel with a row. Each row
+travels with the float32 weights of all experts of its destination node, also within that node. HybridEP
+receives rows in its own buffer, outside torch's allocator, from which the rows are put in the order of
+experts. No tensor refers to the buffer until tokens are back; here a tensor that is freed early replaces it.
 
-Letters beside those of dispatchers: N nodes, M ranks of a node along ep.
+Letters, in addition to those of dispatchers: N nodes, M ranks of a node along ep.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spbench.impls.traffic import Traffic
 
 
 class HybridEP(NodeDeduplicated):
-    """All-gather of choices, and all-to-alls between nodes and within them."""
+    """Dispatches by an all-gather of choices, and all-to-alls between nodes and within nodes."""
 
     name = "hybrid_ep"
     summary = "all-gather of choices, then a row for each node, and each rank there, that a token meets"
@@ -37,7 +37,7 @@ class HybridEP(NodeDeduplicated):
         if counts is None:
             counts = _counted(everyone, self.parts)
         lengths, places = self._lengths(counts.met), []
-        # of the ranks with this one's part of features [N, M, T, E]
+        # the choices [N, M, T, E] of ranks that have the same part of experts' features as this rank
         of_peers = everyone[self.etp_rank :: self.etp].unflatten(0, (self.nodes, self.on_node))
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         with self.sending():
@@ -68,8 +68,8 @@ class HybridEP(NodeDeduplicated):
         return Dispatched(rows, row_weights, of_experts.tolist(), (lengths, places, (copied, len(x))))
 
     def _arrived(self, choices: Tensor, rows: int) -> Tensor:
-        """Those choices, of [.., T, experts] in the order of the ranks that send, whose tokens meet one of
-        these experts [rows, experts]."""
+        """From choices [.., T, experts], in the order of the ranks that send, those of tokens that meet at
+        least one of these experts [rows, experts]."""
         choices = choices.flatten(0, -2)
         order = choices.any(1).argsort(descending=True, stable=True)[:rows]
         return choices[order]
@@ -86,6 +86,6 @@ class HybridEP(NodeDeduplicated):
 
 
 def _counted(everyone: Tensor, parts: tuple[int, ...]) -> Counts:
-    """The counts of rows that each rank sends, from the choices of all ranks [P, T, E]."""
+    """The counts of tokens that each rank sends, from the choices of all ranks [P, T, E]."""
     met = [everyone.unflatten(2, (part, -1)).any(3).sum(1).cpu().numpy() for part in parts]
     return Counts(everyone.sum(1).cpu().numpy(), met)

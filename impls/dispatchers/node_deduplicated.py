@@ -1,17 +1,16 @@
-"""Each token goes once to each node that has experts of it, and once to each rank there (DeepEP, arXiv
+"""Each token goes once to each node that has some of its experts, and once to each rank there (DeepEP, arXiv
 2603.07685).
 
-An all-to-all between nodes takes a token to the rank of the same number on each node that it meets. An
-all-to-all within the node takes it on to the ranks whose experts it meets, with its weights of these. Where
-all ranks that share experts are on one node, there is the second alone. A rank copies the rows to its experts
-and sums what they return before it goes back. Rows are sent from where they lie, and summed as they come
-back (:func:`sent_rows`). The kernels of DeepEP do both hops at once, and overlap them; here they are two
-collectives.
+A token meets a node or rank that has at least one of its experts. An all-to-all between nodes takes a token
+to the rank of the same number on each node that the token meets. An all-to-all within the node takes the
+token on to the ranks that it meets, with its weights for their experts. If all ranks that share experts are
+on one node, only the second is needed. A rank copies rows to its experts and sums the experts' results before
+it sends these back. Rows are sent without a copy, and summed as they come back (:func:`sent_rows`). DeepEP's
+kernels overlap both hops; here the hops are two collectives.
 
-DeepEP sends the k indices and weights of each row; here both the choices and the weights of all experts of a
-node or rank go with it.
+With a row, DeepEP sends k indices and weights; here, choices and weights of all experts of the node or rank.
 
-Letters beside those of dispatchers: N nodes, M ranks of a node along ep.
+Letters, in addition to those of dispatchers: N nodes, M ranks of a node along ep.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from spbench.impls.traffic import Traffic
 
 
 class _Hop(NamedTuple):
-    """One all-to-all: rows for each rank of its group, and from each."""
+    """The numbers of rows of one all-to-all, sent to and received from each rank of its group."""
 
     sent: list[int]
     received: list[int]
 
 
 class Places(NamedTuple):
-    """The token of each row, of that many tokens."""
+    """The token number of each row, and the number of all tokens."""
 
     rows: Tensor
     tokens: int
@@ -47,9 +46,9 @@ class Places(NamedTuple):
 
 class _Lengths(NamedTuple):
     """Attributes:
-    between: nodes; None: there is one.
-    within: the node.
-    gathered: rows that each rank along etp has received.
+    between: the all-to-all between nodes; None: there is only one node.
+    within: the all-to-all within the node.
+    gathered: the number of rows that each rank along etp has received.
     """
 
     between: _Hop | None
@@ -58,7 +57,7 @@ class _Lengths(NamedTuple):
 
 
 class NodeDeduplicated(Dispatcher):
-    """All-to-alls between nodes and within them, of a row for each node and each rank that a token meets."""
+    """All-to-alls between nodes, then within nodes, of a row for each node or rank that a token meets."""
 
     name = "node_deduplicated"
     summary = "all-to-alls of a row for each node, and each rank there, that a token meets"
@@ -72,7 +71,7 @@ class NodeDeduplicated(Dispatcher):
         if self.ep > along_ep and self.ep % along_ep:
             nodes = f"node_ranks {node_ranks} has {along_ep} along ep, which do not divide ep {self.ep}"
             raise Unsupported(nodes, "set model_options.node_ranks to the ranks of a node")
-        #: M and N
+        #: M, ranks of a node along ep, and N, nodes
         self.on_node = along_ep if self.ep % along_ep == 0 else self.ep
         self.nodes = self.ep // self.on_node
         self.node, self.local = divmod(self.ep_rank, self.on_node)
@@ -84,9 +83,9 @@ class NodeDeduplicated(Dispatcher):
         return (self.ep, self.nodes)
 
     def _lengths(self, met: Sequence[np.ndarray]) -> _Lengths:
-        """``met``: of :attr:`parts`."""
+        """The numbers of rows of both hops, from :attr:`Counts.met`: tokens that meet ranks, and nodes."""
         by_rank, by_node = (each.reshape(self.ep, self.etp, -1) for each in met)
-        # from the rank of each node that has this one's number there, to each rank of this node
+        # tokens from the ranks of all nodes to each rank of this node
         here = by_rank.reshape(self.nodes, self.on_node, self.etp, self.nodes, self.on_node)[
             :, :, :, self.node
         ]
@@ -123,8 +122,8 @@ class NodeDeduplicated(Dispatcher):
     def _hop(
         self, x: Tensor, weights: Tensor, chosen: Tensor, parts: int, hop: _Hop, group: Any
     ) -> tuple[Tensor, Tensor, Tensor, Places]:
-        """Rows x [T, H] to each of ``parts`` ranks whose experts they meet, with the weights [T, E] and the
-        choices [T, E] of these alone; and what the way back needs."""
+        """Send rows x [T, H] to those of ``parts`` ranks that they meet, with the weights and choices, from
+        [T, E], for these ranks' experts. Returns the received three, and the places of the sent rows."""
         meets = chosen.unflatten(1, (parts, -1)).any(2)
         token, part = self._rows_of(meets, sum(hop.sent))
         of_part = weights.unflatten(1, (parts, -1))[token, part]
@@ -137,7 +136,7 @@ class NodeDeduplicated(Dispatcher):
         )
 
     def _rows_of(self, meets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """The token and the part of each row, by part, and within one in the order of the tokens."""
+        """The token and the part of each row [rows], sorted by part and token, from a mask [T, parts]."""
         order = meets.mT.reshape(-1).argsort(descending=True, stable=True)[:rows]
         return order % len(meets), torch.div(order, len(meets), rounding_mode="floor")
 
@@ -171,9 +170,9 @@ class NodeDeduplicated(Dispatcher):
     def hops(
         self, counts: Counts, row: int, weights: tuple[int, int], of_weight: int, *, choices: bool
     ) -> Iterator[Traffic]:
-        """What goes between nodes, within the node and over etp: rows of that many bytes, of how many experts
-        the ``weights`` beside them are between nodes and within, of ``of_weight`` bytes each, and whether a
-        row's ``choices`` go with it."""
+        """Yields the messages between nodes, within the node and over etp, of rows with ``row`` bytes. With a
+        row go ``weights`` (how many between nodes, and within) of ``of_weight`` bytes each and, if
+        ``choices``, a byte for each of these weights."""
         lengths = self._lengths(counts.met)
         hops = [
             ("between nodes", lengths.between, self.nodes),
@@ -199,7 +198,7 @@ class NodeDeduplicated(Dispatcher):
     def _of_hop(
         self, where: str, hop: _Hop, row: int, weights: int, choices: int, ranks: int
     ) -> Iterator[Traffic]:
-        """Messages of rows with that many bytes of them, of weights and of choices."""
+        """Yields a hop's messages; a row, its weights and its choices have these numbers of bytes."""
         out, back = sum(hop.sent), sum(hop.received)
         for phase, n, purpose, nbytes in (
             ("forward", out, "tokens to experts", row),

@@ -1,4 +1,4 @@
-"""Which rank sends how many tokens to which expert, by a plan alone: what a rank must know of the others.
+"""The number of tokens that each rank sends to each expert, which every rank computes from a routing plan.
 
 Letters: L positions of a sequence, E experts, P ranks along ep and etp together.
 """
@@ -26,19 +26,19 @@ def positions_of(strategy: Strategy, place: Place, length: int) -> np.ndarray:
     """The positions of a sequence that a rank has between blocks, int64 [L or a part].
 
     Args:
-        strategy: of any rank of the mesh.
-        place: of the rank; no process groups are needed.
+        strategy: the strategy, on any rank of the mesh.
+        place: the place of the rank in question, which needs no process groups.
     """
     return _Chain(strategy.outermost).positions(place, length)
 
 
 def sent_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
-    """How many tokens each of the ranks that share experts with this one sends to each expert, after
-    capacity, int64 [P, E].
+    """The tokens that each rank which shares experts with this rank sends to each expert, without tokens
+    beyond capacity, int64 [P, E].
 
     Args:
         batch: samples of a micro-batch of one replica.
-        length: L.
+        length: L, the positions of a sequence.
     """
     place = strategy.place
     numbers = members(place.stage_rank, FOLDED_AXES, place.sizes)
@@ -49,14 +49,14 @@ def sent_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int) -
 def planned_counts(
     call: ExpertCall, strategy: Strategy, batch: int, length: int, parts: Sequence[int] = ()
 ) -> Counts:
-    """What each of the ranks that share experts with this one sends; the arguments are those of
-    :func:`sent_tokens`, and :attr:`Dispatcher.parts`."""
+    """The counts of tokens that each rank which shares experts with this rank sends; the arguments are as in
+    :func:`sent_tokens`, and ``parts`` is :attr:`Dispatcher.parts`."""
     met = [_met(call, strategy, batch, length, part) for part in parts]
     return Counts(sent_tokens(call, strategy, batch, length), met)
 
 
 def _met(call: ExpertCall, strategy: Strategy, batch: int, length: int, part: int) -> np.ndarray:
-    """How many tokens of each of these ranks have experts in each of ``part`` runs of experts [P, part]."""
+    """The tokens of each rank that have an expert in each of ``part`` equal runs of experts [P, part]."""
     place, of_ranks = strategy.place, []
     sizes = {axis: n for axis, n in place.sizes.items() if axis != "pp"}
     for number in members(place.stage_rank, FOLDED_AXES, place.sizes):
@@ -69,8 +69,8 @@ def _met(call: ExpertCall, strategy: Strategy, batch: int, length: int, part: in
 
 
 def rows_of_ranks(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
-    """The rows that the experts of each rank of a pipeline stage get, int64 [ranks of the stage]; the
-    arguments are those of :func:`sent_tokens`."""
+    """The number of rows that each rank's experts get, int64 [ranks of the pipeline stage]; the arguments are
+    as in :func:`sent_tokens`."""
     place = strategy.place
     sharing, ep, etp = place.size(*FOLDED_AXES), place.size("ep"), place.size("etp")
     of_experts = _of_stage(call, strategy, batch, length).reshape(-1, sharing, call.plan.experts).sum(1)
@@ -79,8 +79,8 @@ def rows_of_ranks(call: ExpertCall, strategy: Strategy, batch: int, length: int)
 
 
 def dropped_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> int:
-    """How often an expert with full capacity does not take a token, in one block and micro-batch of all
-    replicas; the arguments are those of :func:`sent_tokens`."""
+    """The number of rows dropped because an expert's capacity is full, in one block and micro-batch of all
+    replicas; the arguments are as in :func:`sent_tokens`."""
     if call.capacity is None:
         return 0
     calls = replace(call, capacity=None, padded=False), replace(call, padded=False)
@@ -89,13 +89,13 @@ def dropped_tokens(call: ExpertCall, strategy: Strategy, batch: int, length: int
 
 
 def _of_stage(call: ExpertCall, strategy: Strategy, batch: int, length: int) -> np.ndarray:
-    """How many tokens each rank of a pipeline stage sends to each expert [ranks of the stage, E]."""
+    """The tokens that each rank of a pipeline stage sends to each expert [ranks of the stage, E]."""
     ranks = range(stage_ranks(strategy.place.sizes))
     return np.stack([_of_rank(call, strategy, number, batch, length) for number in ranks])
 
 
 def _of_rank(call: ExpertCall, strategy: Strategy, number: int, batch: int, length: int) -> np.ndarray:
-    """[E], of the rank of that number in the stage."""
+    """The tokens that rank ``number`` of the pipeline stage sends to each expert [E]."""
     sizes = {axis: n for axis, n in strategy.place.sizes.items() if axis != "pp"}
     place = Place.of_rank(sizes, number)
     # ranks that differ along other axes have the same positions
@@ -104,7 +104,7 @@ def _of_rank(call: ExpertCall, strategy: Strategy, number: int, batch: int, leng
 
 
 class _Chain:
-    """What of a strategy places positions. It outlives the strategy, and holds no process group."""
+    """The part of a strategy that decides ranks' positions, without its process groups: a key for caches."""
 
     def __init__(self, strategy: Strategy):
         self.sizes = dict(strategy.place.sizes)
@@ -115,7 +115,7 @@ class _Chain:
         )
 
     def positions(self, place: Place, length: int) -> np.ndarray:
-        """See :func:`positions_of`."""
+        """The positions [L or a part] of the rank at ``place``, as :func:`positions_of` returns them."""
         from torch.utils._python_dispatch import _disable_current_modes
 
         if self.parts == 1:
@@ -125,7 +125,7 @@ class _Chain:
             return self._planned(place).shard(whole, 0).numpy().copy()
 
     def _planned(self, place: Place) -> Strategy:
-        """The outermost of these strategies, for a rank at that place."""
+        """The outermost strategy of the chain, for a rank at this place."""
         strategy: Strategy | None = None
         for cls, options, axes, packed in reversed(self.key[0]):
             strategy = cls(place, options, within=strategy, axes=axes)

@@ -30,7 +30,7 @@ def inside_backward(
     [B, G, L, A] and the bytes of an element; empty for kernels that :data:`WITH_BUFFERS` lacks. ``values`` is
     the number of a value's features, if not A (FlashAttention-3: hopper/flash_api.cpp, lines 1345 to 1368).
     """
-    if kernel not in WITH_BUFFERS or itemsize != 2:  # these kernels run in half precision alone
+    if kernel not in WITH_BUFFERS or itemsize != 2:  # these kernels run only in half precision
         return []
     batch, heads, queries, size = q
     groups, keys = k[1], k[2]

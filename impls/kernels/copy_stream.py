@@ -1,8 +1,8 @@
 """Copies between a device and its host on a second stream, next to the computing stream.
 
 No memory is freed while a copy reads or writes it. The computing stream waits for the stream of copies before
-a copied tensor is freed or used. The stream of copies waits for the computing stream before a copy reads its
-results, or writes memory that the computing stream may still read. All waits are for whole streams.
+a copied tensor is freed or used. The stream of copies waits for the computing stream before a copy reads the
+latter's results, or writes memory that the latter may still read. All waits are for whole streams.
 """
 
 from __future__ import annotations

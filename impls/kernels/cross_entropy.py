@@ -1,5 +1,4 @@
-"""Cross entropy over V vocabulary rows, split over N ranks or whole (Megatron-LM, arXiv 1909.08053 section
-3)."""
+"""Cross entropy over a vocabulary of V rows on N ranks (Megatron-LM, arXiv 1909.08053 section 3)."""
 
 from __future__ import annotations
 
@@ -177,7 +176,7 @@ def _of_all_parts(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
     ),
 )
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
-    """The statistics [3, B, L] (:func:`_gradient_`) of one part of the vocabulary, in at least float32."""
+    """A vocabulary part's largest logit, sum of exponentials, and label's logit or 0, stacked [3, B, L]."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = precise.amax(-1)
     total = (precise - top.unsqueeze(-1)).exp_().sum(-1)

@@ -101,7 +101,7 @@ def _with_adjacent_features(*tensors: Tensor) -> list[Tensor]:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Parts [B, Z, m, ...] one after another along m, in memory as [B, M, Z, ...]."""
+    """Returns the concatenation [B, Z, M, ...] of parts [B, Z, m, ...], in memory [B, M, Z, ...]."""
     rows = [x.transpose(1, 2) for x in parts]
     return (rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)).transpose(1, 2)
 

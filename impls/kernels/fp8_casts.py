@@ -233,8 +233,7 @@ def _multiplied_as_they_are(
     a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
 ) -> Tensor | None:
     """The result of the GPU's eight-bit matmul, or None if it does not take these operands. It needs a scale
-    for each row of a and column of b, or one for all, and a contiguous summed dim that is a multiple of
-    16."""
+    for each row of a and column of b, or one for all, a contiguous summed dim, and multiples of 16."""
     takes: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {
         (*WHOLE, *WHOLE): ((), ()),
         (1, 0, 0, 1): ((a.shape[0], 1), (1, b.shape[1])),

@@ -136,7 +136,7 @@ class DelayedScaling(nn.Module):
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one matrix in the lists of a :class:`DelayedScaling`."""
+    """The place of one matrix in the lists of scales and magnitudes of a :class:`DelayedScaling`."""
 
     scaling: DelayedScaling
     matmul: int

@@ -45,7 +45,7 @@ def state_gradients(
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the state after each block [B, Z, C, D, A] in q's dtype, and the gradient of V'
-    [B, L, Z, A], to which ``d_written`` is the part of :func:`own_gradients`."""
+    [B, L, Z, A]; ``d_written`` is the latter's part from :func:`own_gradients`."""
     blocks = blocks_of(q, starts)
     queries, keys, w, d_o, own = split(blocks, d_o.shape[2], q, k, w, d_o, d_written)
     decay = BlockDecay(sums, blocks)

@@ -30,7 +30,7 @@ def blocks_of(x: Tensor, starts: Sequence[int]) -> Blocks:
 
 
 def split(blocks: Blocks, heads: int, *tensors: Tensor) -> list[Tensor]:
-    """Returns each tensor [B, L, G or Z, ...] in blocks, as [B, heads, C, block, ...]."""
+    """Returns each tensor [B, L, G or Z, ...] cut into C blocks, as [B, heads, C, block, ...]."""
     return [blocks.of(x, heads) for x in tensors]
 
 

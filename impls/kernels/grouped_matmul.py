@@ -118,7 +118,7 @@ def _by_torch(x: Tensor, other: int) -> bool:
 
 
 def _ends(rows: Sequence[int], x: Tensor) -> Tensor:
-    """The end of each expert's rows [n] int32, on the device of x."""
+    """The number after the last row of each expert, int32 [n], on the device of x."""
     return torch.tensor(list(accumulate(rows)), dtype=torch.int32, device=x.device)
 
 

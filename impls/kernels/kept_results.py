@@ -1,4 +1,4 @@
-"""Results that a block's forward keeps, so that a second run of the block for recomputation takes them.
+"""Results that a block's forward keeps, so that a run for recomputation need not compute these again.
 
 torch's selective checkpointing keeps results of single operators. This module keeps results that several
 operators and messages compute together, and in each other's memory.
@@ -91,6 +91,6 @@ def kept_exchange(make: Callable[[], Tensor]) -> Tensor:
 
 
 def kept_number(make: Callable[[], Tensor]) -> Tensor:
-    """As :func:`kept` for a number that a projection needs, if the block keeps projections' results."""
+    """As :func:`kept`, but only if the block keeps projections' results: for a number that these need."""
     keeper = _in_use.get()
     return make() if keeper is None or not keeper.products else kept(make)

@@ -181,7 +181,7 @@ def _positions(
 
 
 def _settings(x: Tensor, n: int, columns: int) -> dict[str, Any]:
-    """The kernels' sizes of tiles, at most ``columns`` times TILE wide, and precision, for x [..., K] and N.
+    """Tile sizes (at most ``columns`` times TILE wide) and precision of kernels for x [..., K] and N columns.
 
     Sums of products of float16 inputs exceed float16's range. So kernels keep computed operands in float32
     and multiply in TF32, whose mantissa is as long as float16's. Kernels multiply float32 inputs without

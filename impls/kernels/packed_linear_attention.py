@@ -56,7 +56,7 @@ def _boundaries(lengths: Sequence[int], block: int) -> list[int]:
 
 
 def _documents(lengths: Sequence[int], *tensors: Tensor) -> Iterator[Any]:
-    """Yields for each document a tuple of its parts of the tensors [B, Z, L, ...]."""
+    """Yields for each document a tuple of its contiguous parts of the tensors [B, Z, L, ...]."""
     parts = [[part.contiguous() for part in x.split([*lengths], 2)] for x in tensors]
     return zip(*parts, strict=True)
 

@@ -182,7 +182,7 @@ def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
 
 
 def _row_order(sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """For each row after chunks are put in another order, the number that the row had before."""
+    """The earlier number of each row [R], after chunks of ``sizes`` rows are put in another order."""
     return reordered(torch.arange(sum(sizes)), sizes, order)
 
 

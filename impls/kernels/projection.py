@@ -108,7 +108,7 @@ class Placeholders:
 
 
 def mark_library(module: nn.Module, library: str) -> None:
-    """Record on the weights of a module which of LIBRARIES multiplies with them."""
+    """Record on each weight of a module the library, one of LIBRARIES, that multiplies with the weight."""
     for parameter in module.parameters():
         parameter.spbench_library = library  # type: ignore[attr-defined]
 

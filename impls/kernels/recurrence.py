@@ -1,4 +1,4 @@
-"""Gated recurrences, in which each position decays a state of each head and writes to it: the common part.
+"""The common part of gated recurrences, in which each position decays each head's state and writes to it.
 
     S_t = exp(g_t) M_t S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t + d v_t
 
@@ -11,8 +11,7 @@ document begins with a state of zero, so M is 0 for a run of positions in which 
 
 Shapes: q, k [B, L, G, D], v, o [B, L, Z, A], g <= 0 and b [B, L, Z] in the states' dtype (float32 for half
 precisions), states [B, Z, D, A], d [Z]. Z/G consecutive heads of v share one head of q and k. A carry is a
-map S -> M S + U as one tensor [B, Z, E], with the elements of U and M. A forward or backward run is one call
-of the recurrence on a rank's positions.
+map S -> M S + U as one tensor [B, Z, E], with the elements of U and M.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _UpcastRMSNorm(torch.autograd.Function):
-    """Keeps only x; backward makes the copy of x and the result again, as a checkpoint would."""
+    """The way "upcast" of :func:`rms_norm`; keeps only x, and backward makes the copy and result again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

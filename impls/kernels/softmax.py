@@ -80,7 +80,7 @@ class _MaskedSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        # the gradient that arrives is this function's alone (a matmul or a dropout made it),
+        # only this function refers to the gradient that arrives (a matmul or a dropout made it),
         # so the result overwrites it, as the CUDA kernel does
         gradient = gradient.contiguous()
         _masked_softmax_backward_(gradient, ctx.saved_tensors[0], ctx.scale)

@@ -23,8 +23,8 @@ class DeepSpeedUlysses(UlyssesPeer):
         backend = None
         if self.place.mesh.device_type != "cuda":
             backend = "gloo"
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it has found no other
-            # else it would compile an all-reduce by shared memory here, for minutes, which nothing here uses
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that no other is present
+            # else DeepSpeed would compile for minutes an all-reduce by shared memory that nothing uses
             imported("deepspeed.ops:__compatible_ops__")["deepspeed_shm_comm"] = False
         imported("deepspeed.comm:init_distributed")(backend, auto_mpi_discovery=False, verbose=False)
         layer = imported("deepspeed.sequence.layer:DistributedAttention")
@@ -36,7 +36,7 @@ class DeepSpeedUlysses(UlyssesPeer):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """q [B, L, Z, A], k, v [B, L, G, A] -> [B, L, Z, A]."""
+    """torch's attention of whole sequences: q [B, L, Z, A], k, v [B, L, G, A] -> [B, L, Z, A]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] < q.shape[1])
     return o.transpose(1, 2)

@@ -1,10 +1,9 @@
 """Context parallelism of flash-linear-attention (https://github.com/fla-org/flash-linear-attention).
 
-fla has it for delta rules. The one whose transition is a diagonal plus a low rank rewrites nothing of its
-state where a = b = 0: S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T. This is linear attention with decay, where g
-is minus its rate. Each rank works out the state of its chunk alone and the D x D matrix that carries an
-earlier state past the chunk, gathers both from all ranks, and puts together those of the chunks before its
-own.
+fla has context parallelism for delta rules. The rule whose transition is diagonal plus low rank has only the
+diagonal if a = b = 0: S_t = diag(exp(g_t)) S_(t-1) + k_t v_t^T. This is linear attention with decay, where g
+is minus the decay rate. Each rank computes the state of its chunk and the D x D matrix that carries an
+earlier state past the chunk, gathers both from all ranks, and composes those of the chunks before its own.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class FlaContextParallel(Peer, SequenceChunks):
             if site.kind not in self.meets or self.size == 1:
                 continue
             d = site.dims
-            # in float32; each sample is a sequence of its own
+            # in float32; each sample is a call of its own
             summaries = self.size * d["Z"] * d["D"] * (d["A"] + d["D"]) * 4
             for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
                 yield Traffic(phase, "states and their carries", "all_gather", site.count * d["B"], summaries)
@@ -61,7 +60,7 @@ class FlaContextParallel(Peer, SequenceChunks):
         whole = torch.tensor([0, q.shape[2] * self.size], dtype=torch.int32, device=q.device)
         context = self._context(cu_seqlens=whole, group=self.group)
         rates = q.new_zeros(q.shape[1]) if mask.rates is None else mask.rates.to(q)
-        # of fla's contexts each rank has one run of a sequence, so that samples go one by one
+        # in fla's context each rank has one run of one sequence, so samples go one by one
         samples = [
             self._of_sample([x.transpose(1, 2).contiguous() for x in sample], rates, context)
             for sample in zip(q.split(1), k.split(1), v.split(1), strict=True)
@@ -69,7 +68,7 @@ class FlaContextParallel(Peer, SequenceChunks):
         return torch.cat(samples).transpose(1, 2)
 
     def _of_sample(self, sample: Sequence[Tensor], rates: Tensor, context: object) -> Tensor:
-        """``sample`` of q, k [1, L/N, Z, D] and v [1, L/N, Z, A], rates [Z] -> [1, L/N, Z, A]."""
+        """Linear attention of one sample: q, k [1, L/N, Z, D], v [1, L/N, Z, A], rates [Z] -> v's shape."""
         q, k, v = sample
         nothing, logarithms = torch.zeros_like(k), -rates.view(1, 1, -1, 1).expand_as(k).contiguous()
         arguments = (q, k, v, nothing, nothing, logarithms)

@@ -1,8 +1,8 @@
 """A module ``flash_attn`` for processes that compute on the CPU, for which FlashAttention has no kernels.
 
-It has the functions that ring-flash-attn and yunchang import from that package, made of the operators of
-:mod:`spbench.impls.kernels.flash_attention`, which are torch's CPU flash operators. So a peer on the CPU is
-its own communication and bookkeeping around the kernels that our strategies call.
+The module has the functions that ring-flash-attn and yunchang import from flash-attn, made of the operators
+of :mod:`spbench.impls.kernels.flash_attention`, which are torch's CPU flash operators. So a peer on the CPU
+runs its own communication and bookkeeping around the kernels that spbench's strategies call.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 
-#: the version whose functions these are
+#: the version of flash-attn whose functions the module imitates
 VERSION = "2.8.3"
 
 
 def install() -> None:
-    """Let this process import ``flash_attn``; a process that computes on the CPU has no use for another one.
+    """Make this stand-in importable as ``flash_attn`` in this process, which computes on the CPU.
 
-    Call it before the peers are imported, which look for it then.
+    Call this function before the peers are imported, because they look for ``flash_attn`` then.
     """
     if "flash_attn" in sys.modules:
         return
@@ -32,7 +32,7 @@ def install() -> None:
     vars(interface).update(
         _flash_attn_forward=_forward,
         _flash_attn_backward=_backward,
-        # of sequences of several lengths in one batch, which nothing here asks for
+        # the functions for sequences of several lengths in one batch, which no peer calls
         _flash_attn_varlen_forward=None,
         _flash_attn_varlen_backward=None,
     )
@@ -50,7 +50,7 @@ def install() -> None:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool, **_: Any
 ) -> tuple[Tensor, Tensor, None, None]:
-    """q [B, M, Z, A], k, v [B, L, G, A] -> (o [B, M, Z, A], lse [B, Z, M], nothing, nothing)."""
+    """Attention: q [B, M, Z, A], k, v [B, L, G, A] -> (o [B, M, Z, A], lse [B, Z, M], None, None)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = flash_attention(q, k, v, softmax_scale, causal)
     return o.transpose(1, 2), lse, None, None
@@ -61,7 +61,7 @@ def _backward(
     dq: Tensor, dk: Tensor, dv: Tensor,
     dropout_p: float, softmax_scale: float, causal: bool, *_: Any, **__: Any,
 ) -> None:  # fmt: skip
-    """Writes the gradients into ``dq``, ``dk`` and ``dv``."""
+    """Writes the gradients of q, k and v into ``dq``, ``dk`` and ``dv``, of the same shapes."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     gradients = flash_attention_backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)
     for into, gradient in zip((dq, dk, dv), gradients, strict=True):

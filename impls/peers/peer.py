@@ -1,4 +1,4 @@
-"""What all peers have in common: strategies whose attention is the code of another package."""
+"""The base classes of peers: strategies whose attention is the code of another package."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from spbench.impls.strategies.ulysses import HEADS, POSITIONS, Ulysses
 class Peer(Strategy):
     """A strategy that calls the attention of another package on more than one rank.
 
-    A derived class says by ``requires`` which distributions that needs, and imports from them in
-    :meth:`load`, so that its module can be imported without them. Its gradients are another's work: it is
-    measured only where verification is green (:mod:`measure.verify.cases`).
+    A derived class lists in ``requires`` the distributions that it needs, and imports from these in
+    :meth:`load`, so that its module can be imported without them. Its gradients come from the other package,
+    so a peer is measured only if its verification is green (:mod:`measure.verify.cases`).
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -38,8 +38,8 @@ class Peer(Strategy):
                 self.load()
 
     def load(self) -> None:
-        """Import what :attr:`requires` brings; called on each of several ranks, after the process groups are
-        there."""
+        """Import the code of the distributions in :attr:`requires`; called on each of several ranks, after
+        their process groups are made."""
         raise NotImplementedError
 
     def _check_own(self, sites: Sequence[Site]) -> None:
@@ -49,7 +49,7 @@ class Peer(Strategy):
 
 
 def imported(path: str) -> Any:
-    """The value at "module:name"."""
+    """The value called ``name`` in a module, which is imported, from a path "module:name"."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -59,8 +59,8 @@ class RingPeer(Peer, RingAttention):
     ``group`` and return [B, L/N, Z, A]."""
 
     meets = frozenset({"attention", "causal_attention", "full_attention"})
-    options_type = PlacementOptions  # type: ignore[assignment]  # not all that RingAttention's may be
-    #: "module:function" for each placement
+    options_type = PlacementOptions  # type: ignore[assignment]  # fewer options than RingAttention's
+    #: the path "module:function" for each placement
     functions: ClassVar[Mapping[str, str]]
 
     def heads_sent(self, dims: Mapping[str, int]) -> int:
@@ -73,7 +73,7 @@ class RingPeer(Peer, RingAttention):
         self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings
     ) -> Tensor:
         placement = meetings.placement
-        # without a mask the placement makes no difference, and only the contiguous functions do without one
+        # without a mask the placement makes no difference, and only the contiguous functions need no mask
         function = self._functions[placement or "contiguous"]
         by_position = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
         o: Tensor = function(*by_position, causal=placement is not None, group=self.group)

@@ -6,7 +6,7 @@ from spbench.impls.peers.peer import RingPeer
 
 
 class RingFlashAttention(RingPeer):
-    """The three rings of ring-flash-attn."""
+    """The three rings of ring-flash-attn, one for each placement."""
 
     name = "ring_flash_attention"
     summary = "Ring Attention by the package ring-flash-attn"

@@ -1,7 +1,7 @@
 """Context parallelism of torch (torch.distributed.tensor.experimental): its ring attention.
 
-torch dispatches scaled_dot_product_attention to its ring for CUDA's operators alone, so the ring's own
-functions are called here. They take the attention to one block as an argument, which is
+torch dispatches scaled_dot_product_attention to its ring only for CUDA's operators, so this peer calls the
+ring's own functions. They take the attention to one block as an argument, which is
 :mod:`spbench.impls.kernels.flash_attention` on every device.
 """
 
@@ -33,12 +33,12 @@ POSITIONS = 2
 
 @dataclass(frozen=True)
 class TorchContextParallelOptions(PlacementOptions):
-    """What may be chosen about :class:`TorchContextParallel`.
+    """Options of :class:`TorchContextParallel`.
 
     Attributes:
         placement: "contiguous", or "zigzag", which torch calls load balancing and has by default.
-        rotate: how keys and values travel: "allgather", all at once, which is torch's default, or "alltoall",
-            to the next rank at each step.
+        rotate: how keys and values travel: "allgather", torch's default: to all ranks at once; "alltoall": to
+            the next rank at each step.
     """
 
     rotate: str = "allgather"
@@ -49,7 +49,7 @@ class TorchContextParallelOptions(PlacementOptions):
 
 @contextmanager
 def _ring_options(balanced: bool, rotate: str) -> Iterator[None]:
-    """Inside, torch's ring has these options, which are global to the process."""
+    """A context in which torch's ring has these options, which are global to the process."""
     rings: Any = importlib.import_module(RINGS)
     options = rings._cp_options
     before = options.enable_load_balance, options.rotate_method
@@ -80,7 +80,7 @@ def _backward_block(
 
 
 class _Ring(torch.autograd.Function):
-    """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
+    """torch's ring attention: q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
 
     @staticmethod
     def forward(
@@ -122,10 +122,10 @@ class TorchContextParallel(Peer, PlacedChunks):
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         """Keys and values travel as ``rotate`` says, forward and backward. Their gradients, in float32, go
-        from rank to rank for N steps, after which they are at home.
+        from rank to rank for N steps, and end on the rank that owns the keys.
 
-        A step from rank to rank is an all-to-all in which all of a rank's bytes go to one other. Here and in
-        the meters it is counted as any other all-to-all: (N - 1) / N of the bytes.
+        A step from rank to rank is an all-to-all in which all bytes of a rank go to one other rank. The
+        closed form and the meters count it as any other all-to-all: (N - 1) / N of the bytes.
         """
         for site in as_sequences(sites, self.grid_dim):
             if site.kind not in self.meets or self.size == 1:

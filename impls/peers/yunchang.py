@@ -36,7 +36,7 @@ class YunchangRing(RingPeer):
 
 
 class YunchangUlysses(UlyssesPeer):
-    """yunchang's UlyssesAttention."""
+    """Ulysses by yunchang's layer UlyssesAttention."""
 
     name = "yunchang_ulysses"
     summary = "Ulysses by the package yunchang"
@@ -64,7 +64,7 @@ class YunchangUSP(Peer, PlacedChunks):
     rings = {"contiguous": "basic", "zigzag": "zigzag", "striped": "strip"}
 
     def load(self) -> None:
-        groups = imported("yunchang.globals:PROCESS_GROUP")  # which a layer takes them from when it is made
+        groups = imported("yunchang.globals:PROCESS_GROUP")  # a layer takes its groups from this object
         assert self.place.mesh is not None
         groups.ULYSSES_PG, groups.RING_PG = (self.place.mesh.get_group(axis) for axis in self.axes)
         layer = imported("yunchang.hybrid.attn_layer:LongContextAttention")

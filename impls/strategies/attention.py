@@ -102,8 +102,8 @@ class AttentionHooks:
     def projected_attention(self, x: Tensor, heads: HeadSource) -> Tensor:
         """Causal softmax attention of the queries, keys and values that ``heads`` projects from x [B, L or a
         part, H] -> [B, Z, L or a part, A]. By default ``heads`` projects all at once, for
-        :meth:`causal_attention`; a strategy that projects in parts overrides this. It is not called where a
-        strategy around it has a ``causal_attention`` of its own."""
+        :meth:`causal_attention`; a strategy that projects in parts overrides this method. An outer strategy
+        with its own ``causal_attention`` does not call the method of the strategy within."""
         if self.within is None or type(self).causal_attention is not AttentionHooks.causal_attention:
             return heads.attend_whole(x)
         return self.within.projected_attention(x, heads)

@@ -154,13 +154,13 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     @property
     @final
     def outermost(self) -> Strategy:
-        """The strategy around all others; models hold this one."""
+        """The strategy around all others, which is the one that models hold."""
         around = None if self._around is None else self._around()
         return self if around is None else around.outermost
 
     @final
     def nested(self) -> Iterator[Strategy]:
-        """This strategy, the one within it, the one within that, and so on."""
+        """Yields this strategy and all strategies within it, from the outside to the inside."""
         yield self
         if self.within is not None:
             yield from self.within.nested()

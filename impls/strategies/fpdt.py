@@ -60,7 +60,7 @@ class FPDTOptions(UlyssesOptions):
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`."""
+        """Yields the settings that a search for the fastest layout tries (:meth:`Options.searched`)."""
         yield {"chunk": 65536}
 
 

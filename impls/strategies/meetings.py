@@ -84,7 +84,7 @@ def _numbered(
 
 @dataclass(frozen=True)
 class Meetings:
-    """Which queries of a rank see which keys of each rank.
+    """The meetings of one rank: which of its queries see which keys of each rank.
 
     Attributes:
         placement: the placement of the positions; None: there is no mask, and each query sees each key.

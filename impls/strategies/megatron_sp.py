@@ -142,7 +142,7 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`."""
+        """Yields the settings that a search for the fastest layout tries (:meth:`Options.searched`)."""
         for vocabulary in ("split", "whole"):
             yield {"vocabulary": vocabulary}
 

@@ -21,7 +21,7 @@ from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, ch
 
 @dataclass(frozen=True)
 class PlacementOptions(GridOptions):
-    """Which positions of a sequence, and which part of a grid, a rank has. Attention along dims of a grid
+    """Options that choose a rank's positions of a sequence or part of a grid. Attention along dims of a grid
     other than ``grid_dim`` needs no message.
 
     Attributes:

@@ -28,10 +28,10 @@ from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
 from spbench.impls.traffic import Traffic
 
-#: ``vocabulary``: rows of an embedding or head; ``features``: what tensor parallelism can split, of which
-#: ``mlp``: those of MLPs that :attr:`LayerHooks.of_mlp` makes; ``key_value``: projections to keys and values
-#: of grouped-query attention, which it can split into ``kv_heads`` parts; ``sequence``: one column a
-#: position; ``experts``: routed experts, which the folded axes share out whatever the strategy
+#: ``vocabulary``: rows of an embedding or head; ``features``: weights that tensor parallelism can split;
+#: ``mlp``: such weights of MLPs that :attr:`LayerHooks.of_mlp` makes; ``key_value``: projections to keys and
+#: values of grouped-query attention, split into at most ``kv_heads`` parts; ``sequence``: one column a
+#: position; ``experts``: routed experts, split over the folded axes in every strategy
 ParameterKind = Literal["vocabulary", "features", "mlp", "key_value", "sequence", "experts", "others"]
 
 

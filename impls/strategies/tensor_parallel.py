@@ -68,7 +68,7 @@ class TensorParallelOptions(Options):
 
 
 class TensorParallel(Strategy):
-    """Weights are split by columns, then by rows; every rank has all positions [B, L, H] between blocks."""
+    """Splits weights by columns, then by rows; every rank has all positions [B, L, H] between blocks."""
 
     name = "tensor_parallel"
     axes: tuple[str, ...] = ("tp",)

@@ -1,7 +1,7 @@
 """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2), as Megatron-LM runs it.
 
-A rank holds several runs of layers, its chunks; a micro-batch passes through all ranks once for each, in the
-order of :mod:`spbench.impls.training.turns`.
+A rank holds several runs of layers, its chunks; a micro-batch passes through all ranks once for each chunk,
+in the order of :mod:`spbench.impls.training.turns`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.training.pipeline import Inputs, Phase, StageRun, summed
 from spbench.impls.training.turns import Action, Turn, Turns
 
-#: what was received, and what is to be waited for before it is there
+#: a tensor that is being received, and the work to wait for before it may be read
 _Arriving = tuple[Tensor, dist.Work | None]
 
 
@@ -26,8 +26,8 @@ class InterleavedPipeline:
     """Runs the micro-batches of one step on this rank's stages.
 
     Args:
-        runs: of the stages, in the order of their layers.
-        turns: what this rank does in a step.
+        runs: the runs of this rank's stages, in the order of their layers.
+        turns: the order of this rank's forwards and backwards in a step.
     """
 
     def __init__(self, runs: Sequence[StageRun], around: Composition, turns: Turns):
@@ -42,19 +42,19 @@ class InterleavedPipeline:
         step.begin_gathering(*range(min(2, self.turns.chunks)))
         step.take(self.turns.warm_up())
         ahead, period = self.turns.ahead, self.turns.period
-        # all periods but the first, which makes what the others add to, do the same
+        # all periods do the same, except the first, which allocates the gradients to which others add
         periods = keyed_steps(self.turns.periods, lambda i: 0, backward_within=True, kept=step.losses)
         for i in periods:
             step.alternate(range(ahead + i * period, ahead + (i + 1) * period))
         step.alternate(range(ahead + self.turns.periods * period, len(self.turns)))
         step.take(self.turns.cool_down())
-        # of the micro-batches that a trace leaves out
+        # the losses of the micro-batches that a trace leaves out
         step.losses += step.losses[-1:] * (len(micro_batches) - self.turns.micro_batches)
         return summed(step.losses, micro_batches)
 
 
 class _Step:
-    """A step of an :class:`InterleavedPipeline`: its actions, and what is held between them."""
+    """A step of an :class:`InterleavedPipeline`: its actions, and the tensors held between actions."""
 
     def __init__(
         self,
@@ -65,44 +65,43 @@ class _Step:
     ):
         self.pipeline, self.micro_batches, self.scaled, self.phase = pipeline, micro_batches, scaled, phase
         self.turns = pipeline.turns
-        #: of each chunk, inputs and outputs of the micro-batches whose backward is to come
+        #: for each chunk, (input, output) of the micro-batches whose backward is to come
         self.held: list[deque[tuple[Tensor | None, Tensor]]] = [deque() for _ in pipeline.runs]
         self.losses: list[Tensor] = []
-        #: what turns wait for, by their numbers
+        #: the tensors for which turns wait, by the number of the turn
         self.inputs: dict[int, _Arriving] = {}
         self.gradients: dict[int, _Arriving] = {}
-        #: the forward that is next once forwards and backwards alternate
+        #: the number of the next forward while forwards and backwards alternate
         self.next = self.turns.ahead
-        #: a gradient that is being sent
+        #: the works of a gradient that is being sent
         self.sending: list[dist.Work] = []
-        # each lives until the next one, as in Megatron-Core's loop; of inputs those that were waited for when
-        # they were asked for
+        # each lives until the next one, as in Megatron-Core's loop; x only if it was not received ahead
         self.x: Tensor | None = None
         self.y: Tensor | None = None
         self.d_x: Tensor | None = None
 
     def take(self, actions: Iterable[Action]) -> None:
-        """Do what the turns say."""
+        """Run these actions, each a method of this class with a number, one after another."""
         for action, number in actions:
             getattr(self, action)(number)
 
     def alternate(self, forwards: range) -> None:
-        """Run these forwards, each with the backward after it; those before them, as far as they have not
-        been run, are left out."""
+        """Run the forwards of these numbers, each with the backward after it; forwards before them that have
+        not been run are left out."""
         left_out = forwards.start - self.next
         self.inputs, self.gradients = _later(self.inputs, left_out), _later(self.gradients, left_out)
         self.take(self.turns.alternating(forwards))
         self.next = forwards.stop
 
     def begin_gathering(self, *chunks: int) -> None:
-        """Let the backend begin to gather the weights of chunks."""
+        """Let the backend begin to gather the weights of the chunks of these numbers."""
         with self.phase("forward"):
             for chunk in chunks:
                 run = self.pipeline.runs[chunk]
                 run.backend.begin_gathering(run.module)
 
     def forward(self, number: int) -> None:
-        """Run the forward of that number."""
+        """Run the forward of turn ``number``."""
         turn, gathered = self.turns.forwards[number], self.turns.gathered(number)
         if gathered is not None:
             self.begin_gathering(gathered)
@@ -120,7 +119,7 @@ class _Step:
         self.y = y
 
     def backward(self, number: int) -> None:
-        """Run the backward of that number."""
+        """Run the backward of turn ``number``."""
         self.d_x = self._backward(self.turns.backwards[number], number)
 
     def _backward(self, turn: Turn, number: int) -> Tensor | None:
@@ -139,17 +138,17 @@ class _Step:
                 send = self.y.detach()
             posted = self.turns.posted("pass_on", number)
             for work in self._exchange(send, ("pass_on", number), self.inputs, to=1, posted=posted):
-                work.wait()  # its memory is given up soon
+                work.wait()  # because the output is freed soon
         if number >= 0 and not posted:
             self.free(number)
 
     def free(self, number: int) -> None:
-        """Give up the output of that forward, which has been sent."""
+        """Free the output of forward ``number``, which has been sent."""
         assert self.y is not None
         self._at(self.turns.forwards[number])[0].free(self.y)
 
     def pass_back(self, number: int) -> None:
-        """Send the gradient that a backward has made to the rank before, and receive that of a later one."""
+        """Send the gradient of a backward to the rank before, and receive the gradient for a later one."""
         with self.phase("backward"):
             posted, before = self.turns.posted("pass_back", number), self.sending
             send = self.d_x if number >= 0 else None
@@ -163,8 +162,8 @@ class _Step:
     def _exchange(
         self, sent: Tensor | None, action: Action, arriving: dict[int, _Arriving], *, to: int, posted: bool
     ) -> list[dist.Work]:
-        """Send to the next rank (``to`` 1) or the one before (-1), and receive from the other of these what
-        the action says; returns what is under way of what was sent."""
+        """Send a tensor to the next rank (``to`` 1) or the rank before (-1), and receive from the other of
+        both the tensor that the action needs; returns the works of sends that are under way."""
         pipeline, number = self.pipeline, self.turns.received(*action)
         assert pipeline.group is not None
         turns = self.turns.forwards if to > 0 else self.turns.backwards
@@ -185,12 +184,12 @@ class _Step:
 
 
 def _later(arriving: dict[int, _Arriving], turns: int) -> dict[int, _Arriving]:
-    """What turns wait for that are that many later. A function of its own, for a name would keep it alive."""
+    """``arriving`` with each number ``turns`` later. A function, because a name would keep tensors alive."""
     return {number + turns: each for number, each in arriving.items()} if turns else arriving
 
 
 def _arrived(arriving: dict[int, _Arriving], number: int) -> Tensor | None:
-    """What has been received for that turn; None: nothing was asked for."""
+    """The tensor received for turn ``number``, after waiting for it; None: none was to be received."""
     received, work = arriving.pop(number, (None, None))
     if work is not None:
         work.wait()

@@ -1,12 +1,12 @@
-"""Pipeline schedules: the order in which a stage runs its micro-batches, and what it sends when.
+"""Pipeline schedules: the order in which a stage runs its micro-batches, and sends and receives tensors.
 
 1F1B (PipeDream-flush, Narayanan et al., arXiv 2104.04473, section 2.2.1): a stage runs ahead by as many
 micro-batches as there are stages after it, then alternates one forward and one backward. GPipe (arXiv
-1811.06965) runs all forwards, then all backwards. With one stage this is gradient accumulation.
+1811.06965) runs all forwards, then all backwards. With one stage both are gradient accumulation.
 
 torch.distributed.pipelining has these schedules too, but allocates the receive buffers of all micro-batches
-before the first one, which is not what the systems that are reproduced here held in memory. Here a buffer
-is made when it is received into.
+before the first one, which the systems that spbench reproduces did not do. This module allocates a buffer
+when a tensor is received into it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class StageRun:
     """Runs micro-batches through the layers of a stage.
 
     Args:
-        module: of the stage: ``forward(inputs, hidden)`` returns a dict with ``loss`` on the last stage and
-            ``hidden`` on the others, in the dtype of the weights; ``boundary_shape(inputs)`` is the shape of
-            ``hidden``.
-        backend: of the whole module.
+        module: the stage's module: ``forward(inputs, hidden)`` returns a dict with ``loss`` on the last stage
+            and ``hidden`` on the others, in the dtype of the weights; ``boundary_shape(inputs)`` is the shape
+            of ``hidden``.
+        backend: the backend of the rank's whole module.
     """
 
     def __init__(self, module: nn.Module, stage: Stage, backend: Backend):
         self.module, self.stage, self.backend = module, stage, backend
         self.strategy, self.dtype = backend.strategy, backend.precision.parameters
-        # backward needs the graph of an output alone, not its values: deallocate_pipeline_outputs of
+        # backward needs only the graph of an output, not its values: deallocate_pipeline_outputs of
         # Megatron-Core's pipeline_parallel/schedules.py
         self.frees_sent, self.keeps_input = backend.frees_sent_outputs, backend.keeps_stage_inputs
         self.host_waits = backend.host_waits_for_transfers
@@ -48,7 +48,7 @@ class StageRun:
         self.input: Tensor | None = None
 
     def forward(self, inputs: Mapping[str, Tensor], x: Tensor | None) -> Tensor:
-        """The scalar loss on the last stage, else ``hidden``; x: ``hidden`` of the stage before."""
+        """The scalar loss on the last stage, else ``hidden``; x is ``hidden`` of the stage before."""
         self.input = x if self.keeps_input else None
         outputs = self.module(inputs) if x is None else self.module(inputs, x)
         result: Tensor = outputs["loss" if self.stage.last else "hidden"]
@@ -68,8 +68,9 @@ class StageRun:
         """The gradient of x; None on the first stage.
 
         Args:
-            y: what :meth:`forward` made of x.
-            gradient: of y; None on the last stage, where backward starts from the ``scaled`` loss.
+            y: the result of :meth:`forward` for x.
+            gradient: the gradient of y; None on the last stage, where backward starts from the scaled loss.
+            scaled: the function that multiplies a loss by the loss scale.
             last: whether this is the stage's last backward of the step.
         """
         if last:
@@ -88,17 +89,17 @@ class StageRun:
         return None if x is None else x.grad
 
     def free(self, y: Tensor) -> None:
-        """Give up the values of an output that has been sent, if they are to be freed."""
+        """Free the values of an output that has been sent, if the backend frees such outputs."""
         if self.frees_sent and not self.stage.last and not y._is_view():
             y.data = y.new_empty(1)
 
     def receive_buffer(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Memory for the hidden states that another stage sends of a micro-batch with these inputs."""
+        """New memory for this rank's part of another stage's hidden states, for these inputs."""
         elements = self._boundary(inputs).numel() // self.strategy.wire_parts
         return torch.empty(elements, dtype=self.dtype, device=next(iter(inputs.values())).device)
 
     def whole(self, inputs: Mapping[str, Tensor], received: Tensor | None) -> Tensor | None:
-        """The hidden states that another stage had, from what this rank received of them; None: nothing."""
+        """Another stage's hidden states, from the part that this rank received; None if it received none."""
         return None if received is None else self.strategy.from_wire(received, self._boundary(inputs))
 
     def _boundary(self, inputs: Mapping[str, Tensor]) -> torch.Size:
@@ -110,12 +111,12 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 def forwards_ahead(schedule: str, stage: Stage, micro_batches: int) -> int:
-    """How many micro-batches a stage runs forward before its first backward follows on a forward."""
+    """The number of micro-batches that a stage runs forward before forwards and backwards alternate."""
     return micro_batches if schedule == "gpipe" else min(stage.count - 1 - stage.index, micro_batches)
 
 
 def passes(schedule: str, stage: Stage, micro_batches: int) -> Iterator[bool]:
-    """A stage's forwards (True) and backwards (False) in a step, in their order."""
+    """Yields a stage's forwards (True) and backwards (False) of a step, in their order."""
     ahead = forwards_ahead(schedule, stage, micro_batches)
     yield from [True] * ahead
     yield from [True, False] * (micro_batches - ahead)
@@ -126,9 +127,9 @@ class Pipeline:
     """Runs the micro-batches of one step on this rank's stage.
 
     Args:
-        run: of the stage.
+        run: the run of this rank's stage.
         schedule: "1f1b" or "gpipe".
-        turns: of a step, which may be of fewer micro-batches than it is given; None: as the schedule says.
+        turns: how many micro-batches a step runs, and how many ahead; None: all, and as the schedule says.
     """
 
     def __init__(
@@ -143,8 +144,8 @@ class Pipeline:
         """Forward and backward of all micro-batches; gradients are left on the parameters.
 
         Args:
-            scaled: makes of a loss what backward starts from.
-            phase: entered around each forward and each backward, with what is sent after it.
+            scaled: the function that multiplies a loss by the loss scale, before backward.
+            phase: context entered around each forward and backward with the messages after it.
 
         Returns the sum of this rank's shares of the losses, detached; zero but on the last stage.
         """
@@ -152,8 +153,8 @@ class Pipeline:
         count, ahead = self.turns or (every, forwards_ahead(self.schedule, self.stage, every))
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         losses: list[Tensor] = []
-        arrived = None  # what came with the exchange after the last backward
-        # the first backward makes what the others add to, and the last micro-batch has none after it
+        arrived = None  # the tensor received in the last exchange
+        # the first backward allocates gradients to which others add; no micro-batch follows the last one
         steps = keyed_steps(
             count,
             lambda i: (i < ahead, i == 0, i == ahead, i == count - 1),
@@ -197,8 +198,8 @@ class Pipeline:
         receive_forward: bool = False,
         receive_backward: bool = False,
     ) -> Tensor | None:
-        """Send to and receive from the neighbouring stages; returns what was received, in the form in which
-        it was sent. The first stage has no neighbour before it and the last none after it."""
+        """Send to and receive from the neighbouring stages; returns the received tensor in the form of
+        :meth:`Strategy.to_wire`, or None. The first stage has no neighbour before, the last none after."""
         here, stage, strategy = self.stage.index, self.stage, self.of_stage.strategy
         sends = []
         if send_forward is not None and not stage.last:
@@ -215,7 +216,7 @@ class Pipeline:
 
 
 def summed(losses: Sequence[Tensor], micro_batches: Sequence[Inputs]) -> Tensor:
-    """The sum of scalars; without any, zero on the device of the inputs."""
+    """The sum [] of scalar losses; if there are none, zero on the device of the inputs."""
     if losses:
         return torch.stack(list(losses)).sum()
     return torch.zeros((), device=next(iter(micro_batches[0].values())).device)

@@ -1,6 +1,6 @@
 """One training step, as any engine runs it: forward, backward, gradient sync, optimizer.
 
-A forward pass alone, as a trained model is used: no gradients and no optimizer.
+:class:`Inference` runs only the forward pass of a trained model, without gradients and optimizer.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 def training_sites(precision: Precision, sites: Iterable[Site] = ()) -> list[Site]:
-    """What the step itself asks of a strategy, beside the sites of a rank's layers."""
+    """The sites of the step itself, in addition to the sites of a rank's layers."""
     experts = any(site.dims.get("experts") for site in sites if site.kind == "parameters")
     return [Site("overflow_flag", 1, {"experts": 1} if experts else {})] if precision.loss_scale else []
 
 
 def initialize(module: nn.Module, seed: int, *, deviation: float = 0.02, everything: bool = False) -> None:
-    """Give the module the weights that a single device has for this seed, each rank its own part.
+    """Set the module's weights to those that a single device has for this seed, each rank its own part.
 
     Matrices are normal with that standard deviation, drawn whole in float64 from a generator seeded by
-    the parameter's name, then cut. They are drawn on the CPU, so that every device has the same.
-    ``everything`` adds such noise to vectors too (biases, norms).
+    the parameter's name, then cut. They are drawn on the CPU, so that every device has the same values.
+    ``everything``: such noise is added to vectors too (biases, norms).
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim < 2 and not everything:
@@ -68,24 +68,24 @@ def initialize(module: nn.Module, seed: int, *, deviation: float = 0.02, everyth
 
 
 class Training:
-    """A module with all that a training step needs.
+    """A module with its backend and pipeline schedule, which runs training steps.
 
     Args:
         module: maps a dict of this rank's inputs to a dict with ``loss``.
         strategy: the strategy that the module was built with.
         precision: one of PRECISIONS.
-        backend: name of a backend: how gradients are summed, and what each rank holds of the optimizer.
-        backend_options: those of the backend's own options that differ from their defaults, by name.
+        backend: name of a backend, which sums gradients and updates weights.
+        backend_options: the backend's options that differ from their defaults, by name.
         around: data and pipeline parallelism; None for one replica and one stage.
-        micro_batches: parts of the batch that are run one after another.
-        schedule: of the pipeline: one of SCHEDULES. "interleaved" where ``around`` has several stages a rank,
-            and only there.
-        turns: of that schedule; None: groups of as many micro-batches as there are ranks. Of other schedules
-            None: all micro-batches, in their order.
+        micro_batches: number of parts of the batch that are run one after another.
+        schedule: the pipeline's schedule, one of SCHEDULES; "interleaved" if and only if ``around`` has
+            several stages a rank.
+        turns: the turns of that schedule; None: an interleaved one has groups of as many micro-batches as
+            there are ranks, another runs all micro-batches in their order.
         moments, learning_rate: see :class:`BackendSettings`.
 
     Raises:
-        KeyError: unknown backend or option of it, with the known ones.
+        KeyError: the backend or an option is unknown; the message lists the known names.
         ValueError: there is no such schedule, or it is for another number of stages a rank.
     """
 
@@ -128,7 +128,7 @@ class Training:
         return self.backend.optimizer
 
     def held(self) -> dict[str, list[Tensor]]:
-        """The tensors that live between steps, by kind, as :meth:`Backend.held` returns them."""
+        """The tensors that live between steps, by category (:meth:`Backend.held`)."""
         return self.backend.held()
 
     def step(
@@ -136,8 +136,8 @@ class Training:
         inputs: Mapping[str, Tensor],
         phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> Tensor:
-        """One step on this rank's inputs; ``phase(name)`` is entered around each of PHASES, around forward
-        and backward once a micro-batch.
+        """One step on this rank's inputs; the context ``phase(name)`` is entered around each of PHASES,
+        around forward and backward once for each micro-batch.
 
         Returns this rank's share of the loss, detached; on a pipeline, of the last stage.
         """
@@ -151,14 +151,14 @@ class Training:
         inputs: Mapping[str, Tensor],
         phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> Tensor:
-        """A step without the optimizer; returns as :meth:`step` does."""
+        """A step without the optimizer; returns the loss of :meth:`step`."""
         self.strategy.random.begin_step(self.steps)
         self.strategy.losses.begin_step(self.micro_batches, self.optimizer.scaled)
         for stage in chunks_of(self.module):
             if getattr(stage, "casts_weights", False):
                 begin_step(stage, self.steps)
         self.steps += 1
-        self.optimizer.begin()  # before the first phase: what it does once is in no step's time
+        self.optimizer.begin()  # before the first phase, so that set-up counts in no step's time
         with phase("forward") if self.backend.zeroes_in_step else nullcontext():
             self.backend.zero()
         loss = self.pipeline.run(self._split(inputs), self.optimizer.scaled, phase)
@@ -167,7 +167,7 @@ class Training:
         return loss
 
     def _split(self, inputs: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-        """The inputs of each micro-batch: parts along the batch, their first dim, of those that have one."""
+        """The inputs of each micro-batch: parts along the first dim of inputs that have a batch."""
         n = self.micro_batches
         shared = self.module.unbatched if n > 1 else ()
         parts = {name: [x] * n if name in shared else x.chunk(n) for name, x in inputs.items()}  # type: ignore[operator]
@@ -181,7 +181,7 @@ def _pipeline(
     turns: Turns | Ahead | None,
     micro_batches: int,
 ) -> Pipeline | InterleavedPipeline:
-    """What runs the micro-batches through a rank's stages.
+    """The pipeline that runs micro-batches through a rank's stages.
 
     Raises:
         ValueError: there is no such schedule, or it is for another number of stages a rank.
@@ -199,18 +199,18 @@ def _pipeline(
 
 
 class Inference:
-    """A module with what a forward pass needs, which engines run like :class:`Training`.
+    """A module that runs forward passes; engines run it like a :class:`Training`.
 
     Args:
         module: maps a dict of this rank's inputs to a dict of outputs.
-        around: data parallelism.
+        around: the data parallelism around the module.
     """
 
     def __init__(self, module: nn.Module, around: Composition):
         self.module, self.around = module, around
 
     def held(self) -> dict[str, list[Tensor]]:
-        """What is held between steps, as :meth:`Backend.held` has it."""
+        """The tensors held between steps, by category (:meth:`Backend.held`): only parameters."""
         return {"parameters": list(self.module.parameters())}
 
     def step(

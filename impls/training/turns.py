@@ -1,10 +1,10 @@
-"""What a rank of an interleaved pipeline does in a step, in its order, as Megatron-LM has it
+"""The order of a rank's forwards, backwards and messages in a step of Megatron-LM's interleaved pipeline
 (core/pipeline_parallel/schedules.py of NVIDIA/Megatron-LM, commit d98e8a64).
 
 A group of micro-batches passes through a chunk, then through the next; backward takes the chunks the other
 way. A rank runs ahead of its first backward by 2 forwards for each rank after it, and by a group for each
-chunk but one, then alternates. What a forward and the backward after it have made is sent when both are done,
-and waited for (--no-overlap-p2p-communication); or each is sent when it is made.
+chunk but one, then alternates. The results of a forward and the backward after it are sent when both are
+done, and waited for (--no-overlap-p2p-communication); or each result is sent when it is made.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-#: a method of a step, and the number of the forward or of the backward that it is or follows on; -1 is before
-#: the first
+#: (name of a method of a step, number of the forward or backward that the method runs or follows); -1: before
+#: the first one
 Action = tuple[str, int]
 
 
@@ -28,8 +28,8 @@ class Turn(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A step of a rank with one stage: how many micro-batches it runs, and how many of them forward before
-    the first backward."""
+    """The sizes of a step of a rank with one stage: the number of micro-batches, and the number of forwards
+    before the first backward."""
 
     micro_batches: int
     forwards: int
@@ -37,15 +37,15 @@ class Ahead(NamedTuple):
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of one rank.
+    """The turns of one rank in a step.
 
     Attributes:
-        rank, ranks: which one of the pipeline this is.
-        chunks: of this rank.
+        rank, ranks: this rank's number in the pipeline, and the number of ranks.
+        chunks: the number of this rank's chunks.
         group_size: micro-batches that pass through a chunk one after another, ``ranks`` or more; None:
-            ``ranks``. The last group has what is left, which is not less than ``ranks`` either.
-        overlapped: send each tensor when it is made, and wait for what is received when it is needed, once
-            forwards and backwards alternate (--overlap-p2p-communication).
+            ``ranks``. The last group has the rest, which is not less than ``ranks`` either.
+        overlapped: once forwards and backwards alternate, send each tensor when it is made, and wait for a
+            received tensor when it is needed (--overlap-p2p-communication).
     """
 
     rank: int
@@ -57,32 +57,32 @@ class Turns:
 
     @property
     def group(self) -> int:
-        """Micro-batches of a group."""
+        """The number of micro-batches in a group."""
         return self.group_size or self.ranks
 
     @cached_property
     def forwards(self) -> list[Turn]:
-        """The forwards in their order."""
+        """The rank's forwards in their order."""
         edges = [*range(0, self.micro_batches, self.group), self.micro_batches]
         groups = [range(a, b) for a, b in pairwise(edges)]
         return [Turn(chunk, i) for each in groups for chunk in range(self.chunks) for i in each]
 
     @cached_property
     def backwards(self) -> list[Turn]:
-        """The backwards in their order."""
+        """The rank's backwards in their order."""
         return [Turn(self.chunks - 1 - turn.chunk, turn.micro_batch) for turn in self.forwards]
 
     def __len__(self) -> int:
-        """How many forwards there are."""
+        """The number of forwards, which is that of backwards too."""
         return self.chunks * self.micro_batches
 
     @property
     def ahead(self) -> int:
-        """How many forwards are run before the first backward follows on a forward."""
+        """The number of forwards before forwards and backwards alternate."""
         return min(2 * (self.ranks - 1 - self.rank) + (self.chunks - 1) * self.group, len(self))
 
     def passes(self, chunk: int) -> Iterator[bool]:
-        """A chunk's forwards (True) and backwards (False), in their order."""
+        """Yields the forwards (True) and backwards (False) of one chunk, in their order."""
         alternating = self.alternating(range(self.ahead, len(self)))
         for action, number in chain(self.warm_up(), alternating, self.cool_down()):
             if action in ("forward", "backward"):
@@ -92,26 +92,26 @@ class Turns:
 
     @property
     def period(self) -> int:
-        """Forwards of a group through all chunks: as many later a rank does the same again, once it
-        alternates."""
+        """The number of forwards of a group through all chunks, after which an alternating rank repeats its
+        actions."""
         return self.group * self.chunks
 
     @property
     def periods(self) -> int:
-        """How many periods a rank alternates for. What follows on them ends the step: turns whose input is
-        not received, the last backwards, and a last group of another size."""
+        """The number of whole periods in which a rank alternates. The step ends with other turns: those whose
+        input is not received, the last backwards, and a last group of another size."""
         whole = self.micro_batches // self.group * self.period
         return max(0, whole - 1 - self.ahead) // self.period
 
     def warm_up(self) -> Iterator[Action]:
-        """The actions before forwards and backwards alternate, in their order."""
+        """Yields the actions before forwards and backwards alternate, in their order."""
         yield "pass_on", -1
         for i in range(self.ahead):
             yield from [("forward", i), ("pass_on", i)]
         yield "pass_back", -1
 
     def alternating(self, forwards: range) -> Iterator[Action]:
-        """The actions of these forwards and of the backward after each."""
+        """Yields the actions of the forwards of these numbers, and of the backward after each."""
         for i in forwards:
             forward, backward, passed = (
                 ("forward", i),
@@ -124,13 +124,13 @@ class Turns:
                 yield from [forward, backward, ("pass_on", i), passed]
 
     def cool_down(self) -> Iterator[Action]:
-        """The actions after the last forward, in their order."""
+        """Yields the actions after the last forward, in their order."""
         for i in range(len(self) - self.ahead, len(self)):
             yield from [("backward", i), ("pass_back", i)]
 
     def gathered(self, number: int) -> int | None:
-        """The chunk whose weights all ranks begin to gather at one time (--align-param-gather), before the
-        forward of that number, while the first rank begins the chunk before it; None: no chunk."""
+        """The chunk whose weights all ranks begin to gather together (--align-param-gather), before forward
+        ``number``, when the first rank begins the chunk before; None: no chunk."""
         lead = number + self.rank
         if lead >= len(self) or self.forwards[lead].micro_batch:
             return None
@@ -138,15 +138,15 @@ class Turns:
         return chunk if 1 < chunk < self.chunks else None
 
     def posted(self, action: str, number: int) -> bool:
-        """Whether a "pass_on" or a "pass_back" goes on before what it receives is there."""
+        """Whether the action "pass_on" or "pass_back" returns before its received tensor has arrived."""
         alternating = number >= self.ahead if action == "pass_on" else number < len(self) - self.ahead
         return self.overlapped and alternating
 
     def received(self, action: str, number: int) -> int | None:
-        """The turn whose input (or gradient) a "pass_on" (or a "pass_back") receives; None: it receives none.
+        """The number of the turn whose input (or gradient) a "pass_on" (or "pass_back") receives; None: none.
 
-        A rank receives the input of its next turn; the first one what the last one, which is ranks - 1 turns
-        behind, has just made, which may be for a later turn.
+        A rank receives the input of its next turn. The first rank receives the result of the last rank, which
+        is ranks - 1 turns behind, so the result may be for a later turn.
         """
         forward = action == "pass_on"
         turns, leader, step = (self.forwards, 0, 1) if forward else (self.backwards, self.ranks - 1, -1)
@@ -159,6 +159,6 @@ class Turns:
 
     @cached_property
     def _numbers(self) -> tuple[dict[Turn, int], dict[Turn, int]]:
-        """The number of each backward and of each forward."""
+        """(numbers of backwards, numbers of forwards), each by turn."""
         backwards, forwards = ({turn: i for i, turn in enumerate(x)} for x in (self.backwards, self.forwards))
         return backwards, forwards

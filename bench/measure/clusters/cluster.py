@@ -198,7 +198,7 @@ class Cluster(StrictModel):
         collective_model: how collectives are timed: "ring" by latency and bandwidth of each hop,
             "measured" by the links' ``collectives``, "nccl" by NCCL's own model of its algorithms, which
             needs ``nccl``.
-        measured: rates by size; nothing is computed from them.
+        measured: measured rates by size, from which no time is computed.
     """
 
     name: str

@@ -59,7 +59,7 @@ _OF_KEYS = {".matmul.": "matmuls", ".attention.": "calls of attention"}
 
 
 def _kind(name: str) -> str:
-    """The kind of calls that a table has, by the end of the table's name."""
+    """The kind of calls in a table, a key of :data:`_KINDS`, from the end of the table's name."""
     of_kind = {"matmul": "matmuls", "collectives": "collectives"}
     return of_kind.get(name.rpartition("-")[2], "calls of attention")
 

@@ -93,7 +93,7 @@ class Nvml:
         return None
 
     def gpus(self) -> list[Any]:
-        """The handles of all GPUs, in the library's order; None for one that has no handle."""
+        """The handles of all GPUs, in the library's order; None for a GPU without a handle."""
         count = self.read("nvmlDeviceGetCount") or 0
         return [self.read("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
 

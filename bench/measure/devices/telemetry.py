@@ -67,7 +67,7 @@ class _Quantity:
     attribute: str = ""
 
     def read(self, library: Nvml, gpu: Any, on_refusal: Callable[[], object]) -> Any:
-        """The value in the unit of rows; None where it cannot be read."""
+        """The quantity's value in the unit of rows; None where the value cannot be read."""
         if self.function == "nvmlDeviceGetFieldValues":
             return self._field(library, gpu, on_refusal)
         value = library.read(self.function, gpu, *self.arguments, on_refusal=on_refusal)
@@ -165,7 +165,7 @@ class Telemetry:
 
     @property
     def is_watching(self) -> bool:
-        """Whether more samples can come."""
+        """Whether the thread still runs, so that more samples can come."""
         return self._thread.is_alive()
 
     # -- the thread: all calls of the library ------------------------------------------------------------

@@ -178,7 +178,7 @@ def _squares(x: Tensor, reference: Tensor) -> Squares:
 
 
 def _computed(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
-    """The tensors that a rank computes to be compared: (name, :data:`Computed`)."""
+    """(name, :data:`Computed`) for each tensor of a rank that is compared with the reference."""
     return (_trained if _has_weights(cell) else _called)(mesh, cell, values)
 
 

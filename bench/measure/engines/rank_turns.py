@@ -135,7 +135,7 @@ class RankTurns:
 
     @property
     def _touching(self) -> list[bool]:
-        """For each chunk, whether its forward directly follows its backward, which frees the kept input."""
+        """For each chunk, whether a forward directly follows a backward, which frees the chunk's input."""
         return [each == -1 for each in self._lead]
 
     @property
@@ -173,7 +173,7 @@ class RankTurns:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """The actions that begin a phase, in order."""
+        """The actions (name, number) of the rank's step that begin a phase, in order."""
         alternating = self.of.alternating(range(self.ahead, len(self.of)))
         every = chain(self.of.warm_up(), alternating, self.of.cool_down())
         first = [_BEGINS] * (self.begins or self.of.chunks > 1)

@@ -70,7 +70,7 @@ class Guesses:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget all guesses of sizes, but for the sizes that are sampled."""
+        """Forget the guessed needs of all sizes except the sampled sizes."""
         self.memories.cache_clear()
         self._needs = {0: 0.0} | {point: self._need(*logs) for point, logs in self._samples.items()}
         self._served: dict[int, bool] = {}

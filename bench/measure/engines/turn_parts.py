@@ -75,7 +75,7 @@ class TurnParts:
         return np.arange(self.starts[part], self.starts[part + 1])
 
     def in_turns(self, turns: RankTurns) -> tuple[np.ndarray, np.ndarray]:
-        """The list of a stage with other turns.
+        """The list of a stage with the turns ``turns``, as copies of this list's entries.
 
         Returns:
             (for each new entry, the entry of this list of which it is a copy; the new entry that it refers
@@ -104,8 +104,8 @@ class TurnParts:
         return like, np.concatenate(pieces)
 
     def _references(self, part: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]:
-        """(the entry that each entry of a part refers to, or -1; for each part with such entries: the part,
-        which entries refer to it, and the numbers of the targets in it)."""
+        """([entries]: the entry to which each entry of a part refers, or -1; for each part that is referred
+        to: (that part, the referring entries, the numbers of their targets in that part))."""
         refers = self.listed.references[self.entries(part)]
         entries = np.flatnonzero(refers >= 0)
         numbers = self._numbers[refers[entries]]
@@ -136,8 +136,8 @@ class TurnParts:
         return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
 
     def _referred(self, owner: int, of_like: _Key, of: _Key, turns: RankTurns) -> _Key:
-        """The key of the part to which the part ``of`` in other turns refers, if the part of which it is a
-        copy, ``of_like``, refers to the part ``owner``."""
+        """The key of the part to which the part ``of`` in ``turns`` refers. ``of`` is a copy of this list's
+        part ``of_like``, which refers to the part ``owner``."""
         (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
         if step < 0:
             return self.keys[owner]

@@ -1,14 +1,14 @@
-"""The CUDA caching allocator: what a card reserves for requests, and for the events of a memory log
-(:func:`replay`).
+"""A model of PyTorch's CUDA caching allocator: the bytes that a card reserves for requests, and for the
+events of a memory log (:func:`replay`).
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with default settings (:mod:`.allocator_settings` has
 others), unchanged from PyTorch 1.7 to 2.x: sizes rounded to 512 B; a pool of blocks up to 1 MiB in segments
 of 2 MiB, a pool of larger ones in segments of 20 MiB (requests below 10 MiB) or of the request rounded to 2
 MiB; best fit; a block is split if what remains is at least 512 B (small) or more than 1 MiB (large); free
-neighbours merge; where the card has no room for a segment, all wholly free segments are returned to it before
-an out-of-memory error. Segments belong to the stream that they were made for, and serve requests of that
-stream alone, for kernels of others may be behind it. Not replayed: blocks that record_stream keeps from being
-given out again for a while.
+neighbours merge; if the card has no room for a segment, all wholly free segments are returned to it before an
+out-of-memory error. A segment belongs to the stream for which it was made, and serves only requests of that
+stream, because kernels of other streams may run later. Not replayed: blocks that record_stream keeps from
+being given out again for a while.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import ClassVar
 import numpy as np
 
 MIB = 2**20
-#: what is handed out is a multiple of this many bytes
+#: blocks are a multiple of this many bytes
 GRANULE = 512
 SMALL_LIMIT = 1 * MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 LARGE_SEGMENT_LIMIT = 10 * MIB
-#: bytes that segments are a multiple of
+#: large segments are a multiple of this many bytes
 SEGMENT_GRANULE = 2 * MIB
 
 
 def rounded(nbytes: np.ndarray) -> np.ndarray:
-    """Bytes as the allocator counts them: whole granules, at least one, and nothing for nothing."""
+    """Bytes as the allocator counts them: rounded up to whole granules of 512 bytes; 0 for 0."""
     return -(-nbytes // GRANULE) * GRANULE
 
 
 class Block:
-    """A range of a segment, in use or free, and its neighbours in the segment."""
+    """A range of addresses in a segment, in use or free, with links to its neighbours in the segment."""
 
     __slots__ = ("address", "free", "next", "pool", "previous", "size")
 
@@ -55,7 +55,7 @@ class Block:
 
 
 class OutOfMemory(Exception):
-    """No room for ``requested`` bytes."""
+    """The card has no room for ``requested`` bytes; ``retried``: cached segments were returned first."""
 
     def __init__(self, requested: int, allocated: int, reserved: int, retried: bool = True):
         self.requested, self.allocated, self.reserved = requested, allocated, reserved
@@ -64,43 +64,43 @@ class OutOfMemory(Exception):
 
 
 class CachingAllocator:
-    """The allocator's state.
+    """The allocator and its state.
 
     Args:
-        capacity: usable bytes of the card, or None without limit.
+        capacity: usable bytes of the card; None: no limit.
 
     Attributes:
         allocated, reserved: bytes now, as torch.cuda.memory_allocated and memory_reserved count them.
-        peak_allocated, peak_reserved: the largest so far.
-        new_segments: how often no free block has served; only then segments come and go.
+        peak_allocated, peak_reserved: the most such bytes so far.
+        new_segments: how many requests no free block could serve; only these add or return segments.
     """
 
-    #: of a large block, the fewest bytes that are split off it
+    #: the fewest remaining bytes of a large block that are split off as a free block
     least_rest: ClassVar[int] = SMALL_LIMIT + GRANULE
-    #: whether cached memory is given back to a full card, and the request tried again
+    #: whether the allocator returns cached segments to a full card and tries the request again
     retries: ClassVar[bool] = True
-    #: bytes from which on a request has a large block whole
+    #: requests of at least this many bytes get a large block whole
     split_limit: ClassVar[float] = math.inf
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.new_segments = 0
-        self.returned = 0  # bytes, to the card, for it was full
-        # free blocks by (size, address), as the allocator orders them, of each (stream, small)
+        self.returned = 0  # bytes returned to the card because it was full
+        # by (stream, whether small): the free blocks as (size, address), in the allocator's order
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self._blocks: dict[int, Block] = {}
         self._next_address = 0
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:
-        """Allocate for kernels of a stream and return an address.
+        """Allocate ``nbytes`` for kernels of a stream; returns the block's address.
 
         Raises:
-            OutOfMemory: if the card has no room even after the cached segments are returned.
+            OutOfMemory: the card has no room even after the cached segments are returned.
         """
         return self.take(nbytes, stream).address
 
     def take(self, nbytes: int, stream: int = 0) -> Block:
-        """As :meth:`malloc`, but returns the block; it stays the same object until it is freed."""
+        """Allocate as :meth:`malloc`, but return the block, which stays the same object until it is freed."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         pool = stream, size <= SMALL_LIMIT
         block = self._take(size, pool)
@@ -118,16 +118,16 @@ class CachingAllocator:
         return block
 
     def free(self, address: int) -> None:
-        """Give back what :meth:`malloc` returned."""
+        """Free the block at an address that :meth:`malloc` returned."""
         self.give_back(self._blocks[address])
 
     def give_back(self, block: Block) -> None:
-        """Give back what :meth:`take` returned."""
+        """Free a block that :meth:`take` returned."""
         self.allocated -= block.size
         self._join(block)
 
     def segments(self) -> Iterator[list[tuple[int, int, bool]]]:
-        """The blocks of each segment that is reserved, in order: address, bytes, and whether it is free."""
+        """For each reserved segment, its blocks in order: (address, bytes, whether the block is free)."""
         for first in self._blocks.values():
             if self._is_hole(first) or not (first.previous is None or self._is_hole(first.previous)):
                 continue
@@ -138,11 +138,11 @@ class CachingAllocator:
             yield blocks
 
     def _is_hole(self, block: Block) -> bool:
-        """Whether a block is of addresses without memory, which end a segment."""
+        """Whether a block is a range of addresses without memory, which ends a segment."""
         return False
 
     def pool_of(self, address: int) -> tuple[int, bool]:
-        """The stream of the block at an address, and whether it is of the pool of small blocks."""
+        """(stream, whether it is the pool of small blocks) for the pool of the block at an address."""
         return self._blocks[address].pool
 
     def _take(self, size: int, of: tuple[int, bool]) -> Block | None:
@@ -178,7 +178,8 @@ class CachingAllocator:
         return self.capacity is None or self.reserved + segment <= self.capacity
 
     def _make_room(self, size: int, segment: int, of: tuple[int, bool]) -> None:
-        """Return free segments to the card, for a segment of that many bytes and a request for ``size``."""
+        """Return free segments to the card, to make room for a new ``segment`` (bytes) for a request of
+        ``size`` bytes."""
         self._release_cached()
 
     def _release_cached(self) -> None:
@@ -188,7 +189,7 @@ class CachingAllocator:
                 self._release(entry)
 
     def _release(self, entry: tuple[int, int]) -> None:
-        """Give a segment back to the card; the caller has taken it out of its pool."""
+        """Return a free segment to the card, after the caller has removed its entry from the pool."""
         nbytes, address = entry
         self.reserved -= nbytes
         self.returned += nbytes
@@ -209,7 +210,7 @@ class CachingAllocator:
         return block
 
     def _cut(self, block: Block, size: int) -> Block:
-        """Cut a block behind that many bytes; returns what was behind, which is in no pool."""
+        """Cut a block after ``size`` bytes; returns the block of the remaining bytes, which is in no pool."""
         rest = Block(block.address + size, block.size - size, block.pool)
         rest.previous, rest.next = block, block.next
         if block.next is not None:
@@ -237,22 +238,21 @@ class CachingAllocator:
 
 
 def without_retries(kind: type[CachingAllocator]) -> type[CachingAllocator]:
-    """The allocator, out of memory where it would give cached memory back to the card and try again."""
+    """A subclass of ``kind`` that is out of memory where ``kind`` returns cached segments and tries again."""
     return type(kind.__name__, (kind,), {"retries": False})
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What became of a log on a card, over the whole log or until it ran out of memory.
+    """The result of a memory log's replay on a card, over the whole log or until it ran out of memory.
 
     Attributes:
-        peak_allocated, peak_reserved: bytes.
-        blocks: bytes of the block that each storage was given, by its number; 0 for one of no bytes, or that
-            was not reached.
-        reserved: for each of the ``stops`` that were asked for, the most bytes that were reserved before it.
-        returned: for each of these, bytes that had been returned to the card, as it was full.
-        events: how many were served; all, if it fits.
-        out_of_memory: the request that failed, and the state then; None if it fits.
+        peak_allocated, peak_reserved: the most bytes allocated, and reserved.
+        blocks: by storage, the bytes of its block; 0 for a storage of 0 bytes, or after the failure.
+        reserved: for each of the replay's ``stops``, the most bytes reserved before that event.
+        returned: for each stop, the bytes returned to the card so far because it was full.
+        events: the number of events that were served; all events, if the log fits.
+        out_of_memory: the request that failed, with the allocator's bytes then; None if the log fits.
     """
 
     peak_allocated: int
@@ -278,8 +278,8 @@ def replay(
         sizes: bytes of each storage, by its number.
         capacity: usable bytes of the card; None: no limit.
         stops: events, ascending, for :attr:`Replay.reserved`.
-        streams: of each storage, by its number; empty: all are of one.
-        kind: the allocator, as it is set.
+        streams: each storage's stream, by its number; empty: all storages are of one stream.
+        kind: the class of the allocator.
     """
     allocator, streams = kind(capacity), streams or [0] * len(sizes)
     held: dict[int, Block] = {}

@@ -1,8 +1,8 @@
 """The caching allocator with settings of ``PYTORCH_CUDA_ALLOC_CONF``.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp: Note [Expandable Segments], find_expandable_block,
-map_block, unmap_block, get_free_block, should_split, release_available_cached_blocks. Each class says where
-they differ from those of :mod:`.allocator`.
+map_block, unmap_block, get_free_block, should_split, release_available_cached_blocks. Each class names the
+rules that differ from those of :mod:`.allocator`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from spbench.bench.measure.memory.allocator import (
     OutOfMemory,
 )
 
-#: more than any card has, and a multiple of each page
+#: bytes of addresses of a segment: more than any card has, and a multiple of each page size
 _ADDRESSES = LARGE_SEGMENT * 2**40
 
 
 class OversizeBlocks(CachingAllocator):
     """``max_split_size_mb:N``, see :func:`unsplit_from`. Blocks and requests of N MiB or more are oversize.
 
-    - An oversize request gets a block whole, and one of at least 20 MiB more than it asks for does not serve
-      it.
-    - Other requests are not served from oversize blocks, so these stay whole.
-    - Where the card has no room for a segment, an oversize free block of the pool is returned to it first,
-      the smallest that is as large as the request, or else several, the largest first, until they are; all
-      wholly free segments only after that.
+    - An oversize request gets a whole block, which must be less than 20 MiB larger than the request.
+    - Other requests are not served from oversize blocks, so oversize blocks stay whole.
+    - If the card has no room for a segment, oversize free blocks of the pool are returned to the card first:
+      the smallest block that is as large as the request or, if there is none, the largest blocks until they
+      are together as large. All wholly free segments are returned only after that.
     """
 
     def _take(self, size: int, of: tuple[int, bool]) -> Block | None:
@@ -51,7 +50,7 @@ class OversizeBlocks(CachingAllocator):
             super()._make_room(size, segment, of)
 
     def _release_oversize(self, size: int, of: tuple[int, bool]) -> None:
-        # none below the limit is as large as the request, or it would have served it
+        # a block below the limit that is as large as the request would have served the request
         pool = self._free[of]
         index = bisect_left(pool, (size, -1))
         if index < len(pool):
@@ -66,7 +65,7 @@ class OversizeBlocks(CachingAllocator):
 
 @cache
 def unsplit_from(mib: int) -> type[OversizeBlocks]:
-    """The allocator with that ``max_split_size_mb``."""
+    """The class of allocator with ``max_split_size_mb`` set to ``mib``."""
     return type("OversizeBlocks", (OversizeBlocks,), {"split_limit": mib * MIB})
 
 
@@ -75,23 +74,23 @@ class ExpandableSegments(CachingAllocator):
 
     - Each stream has one segment for small blocks and one for large ones, which grow by pages of 2 and of
       20 MiB.
-    - A request that no free block can serve is served at the lowest address where free blocks and pages that
-      are not there lie side by side and are together large enough; the missing pages are mapped.
-    - What remains of a block is split off from 512 B on, in large blocks too, so what is allocated is what
-      was asked for in whole granules.
+    - If no free block can serve a request, the request is served at the lowest address where neighbouring
+      free blocks and missing pages are together large enough; the missing pages are mapped.
+    - A rest of 512 B or more is split off a block, in large blocks too, so the allocated bytes are the
+      requested bytes in whole granules.
     - In best fit a block before missing pages counts as large as it can become, so others are taken first.
-    - Where the card has no page left, all wholly free pages are unmapped, from within segments too, before
-      the request is tried again.
+    - If the card has no page left, all wholly free pages are unmapped, also within segments, before the
+      request is tried again.
 
-    Not replayed: torch reserves 9/8 of the card's memory as addresses of a segment, and begins a second one
-    where these end; here they do not end.
+    Not replayed: torch reserves 9/8 of the card's memory as addresses of a segment, and begins a second
+    segment where the addresses end; the addresses of this model do not end.
     """
 
     least_rest = GRANULE
 
     def __init__(self, capacity: int | None = None):
         super().__init__(capacity)
-        # addresses, ascending, of the ranges without pages, of each (stream, small)
+        # by (stream, whether small): the addresses, ascending, of the ranges without pages
         self._holes: dict[tuple[int, bool], list[int]] = {}
 
     def _is_hole(self, block: Block) -> bool:
@@ -100,7 +99,7 @@ class ExpandableSegments(CachingAllocator):
         return at < len(holes) and holes[at] == block.address
 
     def _may_become(self, address: int) -> int:
-        """Bytes of a free block and of the missing pages behind it."""
+        """The bytes of a free block and of the missing pages that follow the block."""
         block = self._blocks[address]
         after = block.next
         return block.size + (after.size if after is not None and self._is_hole(after) else 0)
@@ -128,8 +127,8 @@ class ExpandableSegments(CachingAllocator):
         return block
 
     def _grown(self, size: int, pool: tuple[int, bool]) -> Block | None:
-        """A free block of at least that size, with pages mapped as needed; None: the card has too few. Those
-        that were mapped stay."""
+        """A free block of at least ``size`` bytes, with pages mapped as needed; None: the card has too few
+        pages (the pages that were mapped stay)."""
         first = self._lowest_room(size, pool)
         block = self._map(first, min(first.size, size)) if self._is_hole(first) else first
         while block is not None and block.size < size:
@@ -139,7 +138,7 @@ class ExpandableSegments(CachingAllocator):
         return block
 
     def _lowest_room(self, size: int, pool: tuple[int, bool]) -> Block:
-        """The first of the lowest neighbours, free or without pages, that together have room for ``size``."""
+        """The first block of the lowest neighbouring ones, free or without pages, with room for ``size``."""
         if pool not in self._holes:
             begin = len(self._holes) * _ADDRESSES
             self._blocks[begin] = Block(begin, _ADDRESSES, pool)
@@ -156,8 +155,8 @@ class ExpandableSegments(CachingAllocator):
         raise AssertionError("the last range without pages has room for anything")
 
     def _map(self, hole: Block, size: int) -> Block | None:
-        """Map the first pages of a range, as many as ``size`` bytes need; returns the free block that they
-        are part of, or None if the card has not that many."""
+        """Map the first pages of a range without pages, as many as ``size`` bytes need; returns the free
+        block that contains these pages, or None if the card has too few pages."""
         page = self._page(hole.pool)
         mapped = -(-size // page) * page
         if self.capacity is not None and self.reserved + mapped > self.capacity:
@@ -179,7 +178,7 @@ class ExpandableSegments(CachingAllocator):
                     self._unmap(self._blocks[address], begin, end)
 
     def _unmap(self, block: Block, begin: int, end: int) -> None:
-        """Take the pages between two addresses away from a free block."""
+        """Unmap the pages of a free block between the addresses ``begin`` and ``end``."""
         self._remove_free(block)
         if block.address < begin:
             before, block = block, self._cut(block, begin - block.address)

@@ -65,7 +65,7 @@ class _Board:
         self.running, self.over = ranks, ""
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
-        """Let other ranks have turns until ``ready()``; RuntimeError if it can never become true."""
+        """Let other ranks have turns until ``ready()``; RuntimeError if the job ends before."""
         if ready():
             return
         self.stuck[rank] = ready
@@ -224,7 +224,7 @@ def _sum_by(opts: Any) -> Callable[[list[Tensor]], Tensor]:
 
 @contextmanager
 def _worlds() -> Iterator[None]:
-    """Inside, torch.distributed has a world for each thread."""
+    """A context in which torch.distributed has a world for each thread."""
     if LOCKSTEP not in dist.Backend.backend_list:
         dist.Backend.register_backend(LOCKSTEP, LockstepGroup, extended_api=True, devices=["cpu"])
     threads = torch.get_num_threads()

@@ -82,7 +82,7 @@ _NO_LAUNCHER = (
 
 
 def _number(name: str) -> int:
-    """A variable of the environment that a launcher sets to a number of at least 0."""
+    """The number, at least 0, in an environment variable of a launcher; UserError for another value."""
     text = os.environ[name]
     if not (text.isascii() and text.isdigit()) or (name == "MASTER_PORT" and not 0 < int(text) < 2**16):
         raise UserError(_NO_LAUNCHER.format(f"{name}={text[:40]!r}"))
@@ -167,7 +167,7 @@ class _Agent:
             self.process = None
 
     def _beat(self, store: dist.Store) -> None:
-        """Show again and again that this agent lives; end it once the store does not answer."""
+        """Change this agent's number in the store, as a sign of life; end the agent if the store is gone."""
         while True:
             silence = threading.Timer(LOST_S, self._lost, ["no answer from its store"])
             silence.daemon = True

@@ -104,7 +104,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End processes and connections; another job starts new ones."""
+        """Release processes and connections; another job starts new ones if needed."""
 
     def __enter__(self) -> Self:
         return self

@@ -39,7 +39,7 @@ class _Staged(dist.Work):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """Gloo on copies of the tensors; see :mod:`measure.processes.staged_group`."""
+    """A process group that runs Gloo on copies of tensors; see :mod:`measure.processes.staged_group`."""
 
     def __init__(self, place: Any, options: object = None):
         super().__init__(place.group_rank, place.group_size)
@@ -108,7 +108,7 @@ class StagedGroup(dist.ProcessGroup):
 
 
 def _copied(tensors: Any, back: list[tuple[Tensor, Tensor]]) -> Any:
-    """Copies in the host's memory, nested as they are; each is appended to ``back`` after its original."""
+    """Copies in the host's memory, nested like ``tensors``; appends pairs (original, copy) to ``back``."""
     if isinstance(tensors, Tensor):
         copy = tensors.detach().to("cpu", copy=True).contiguous()
         back.append((tensors.detach(), copy))

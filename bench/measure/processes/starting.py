@@ -72,7 +72,7 @@ def beginning_server() -> Iterator[None]:
         yield
     if START_METHOD == "forkserver" and not _server_is_shared:
         forked = len(os.listdir("/proc/self/task")) == 1
-        with suppress(OSError):  # raised again where a process is started
+        with suppress(OSError):  # the start of a process raises the error again
             _run_server(_forked if forked else _SPAWNED)
 
 
@@ -154,7 +154,7 @@ def stop_server() -> None:
 
 
 def _do_nothing() -> None:
-    """The work of a server's first process, whose end shows that the server has imported all."""
+    """The work of a server's first process, whose end shows that the server's imports are done."""
 
 
 # multiprocessing would have each process start a server of its own, with seconds of imports; from Python 3.14
@@ -197,7 +197,7 @@ def environment_of_child() -> dict[str, str]:
 
 @contextmanager
 def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
-    """A context in which this process, and processes that it starts, also have these variables."""
+    """A context in which this process, and processes that it starts, also have the variables ``changes``."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

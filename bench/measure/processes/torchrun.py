@@ -147,7 +147,7 @@ class Agents(Ranks):
 
 
 class _Answers:
-    """The answers of the agents to a job, one after another."""
+    """Reads the answers of the agents to a job from the store, one after another."""
 
     def __init__(self, store: dist.Store, number: int):
         self.store, self.number = store, number

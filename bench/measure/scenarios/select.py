@@ -27,7 +27,7 @@ from spbench.impls import model_preset, published_model
 #: the name for all variants
 ALL = "all"
 
-#: the value that stands for a setting without one
+#: the text for the value of a setting that a cell leaves out
 UNSET = "unset"
 
 #: the setting of the attention kernel, and its default value
@@ -44,7 +44,7 @@ class Narrowing:
     Attributes:
         variant: a variant's name, "all", or None for the first.
         device: the device of this machine on which engines with real tensors put them.
-        rank: the rank that an engine runs which runs only one.
+        rank: the rank to run, for engines that run only one.
         where: pairs of a setting's name and a value, as in :func:`settings_of`; for each name, a cell must
             have one of the values paired with that name.
         changes: pairs of the same form, which replace settings of the chosen cells; see :func:`changed`.

@@ -1,20 +1,19 @@
 """The simulated timeline: when each rank of a world computes, communicates and waits, on a cluster.
 
-Each rank has a compute stream, which runs its kernels in order and waits where the program waits; and as many
-further streams as its program uses, with kernels and waits of their own. A stream that waits for a point of
-another goes on when that one has reached it. Where the cluster has figures of its hosts, each rank has the
-clock of its host too (:mod:`measure.simulator.host_clock`), and nothing starts before it is launched.
-Without them launching costs the host no time, so streams run ahead of each other as far as the program's
-waits let them.
-Communication goes on beside the stream that posts it: a transfer starts when both ends have posted it, and
-after the one before it from the same rank to the same rank; a collective starts when its last member has
-posted it, and after the group's collective before it. What a rank computes while a collective or a message
-runs takes longer by a share of it (``overlap_loss``), which is added where the compute stream waits for it.
-All times are thus sums and maxima of costs, so no cost can fall and the step take longer.
+Each rank has a compute stream, which runs its kernels in order and waits where the program waits, and the
+further streams of its program, with kernels and waits of their own. A stream that waits for a record of
+another stream continues when the other stream has reached the record. If the cluster has figures of its
+hosts, each rank also has a host clock (:mod:`measure.simulator.host_clock`), and no event starts before its
+launch. Without such figures launching costs no time, so streams run as far ahead as the waits allow.
+Communication overlaps the stream that posts it. A transfer starts when both ends have posted it, and after
+the previous transfer from the same rank to the same rank. A collective starts when its last member has posted
+it, and after the group's previous collective. Kernels that overlap communication take longer by a share of
+the communication's seconds (``overlap_loss``), which is added where the compute stream waits for it. So all
+times are sums and maxima of costs, and a lower cost never makes a step longer.
 
-Ranks that run the same program go through it together, as arrays over ranks; where only some of them can go
-on (a chain), they part, and meet again where the others have caught up. Ranks that a shift of the world maps
-onto each other are simulated once (:mod:`measure.simulator.simulate`).
+Ranks that run the same program advance together, as arrays over ranks. If only some of them can continue (a
+chain), the ranks part, and join again where the others have caught up. Ranks that a symmetry of the world
+maps onto each other are simulated once (:mod:`measure.simulator.simulate`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from spbench.bench.measure.simulator.timeline import SimulationState, Timeline
 
 
 class Simulation(SimulationState):
-    """One simulation.
+    """One simulation of a step, which :meth:`timeline` runs.
 
     Args:
         unlike_axis: see :class:`Simulator`.
@@ -39,12 +38,12 @@ class Simulation(SimulationState):
     def __init__(self, world: World, costs: Costs, unlike_axis: int | None = None):
         super().__init__(world, costs, unlike_axis)
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
-        #: by program, group, name and bytes, the groups of a collective and its seconds in each
+        #: by (program, group, name, bytes): the groups of a collective, and its seconds in each group
         self._collectives: dict[tuple[int, int, int, float], tuple[ProcessGroups, np.ndarray]] = {}
-        #: (step, program) that some ranks, given as a mask, can go on from
+        #: (step, program) from which some ranks can continue; and these ranks, as a mask
         self._heap: list[tuple[int, int]] = []
         self._runnable: dict[tuple[int, int], np.ndarray] = {}
-        #: by (program, step) that is waited for, and by the step that waits, the ranks that do, as a mask
+        #: by (program, awaited step), and by the step that waits: the waiting ranks, as a mask
         self._parked: dict[tuple[int, int], dict[int, np.ndarray]] = {}
 
     def timeline(self) -> Timeline:
@@ -71,7 +70,7 @@ class Simulation(SimulationState):
         self._runnable[key][who] = True
 
     def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
-        """Take the ranks ``who`` of a program from a step as far as they get."""
+        """Advance the ranks ``who`` of a program from a step, until a wait at which some rank must stop."""
         steps, before, host = self.steps[number], self.before[number], self.hosts[number]
         kinds, streams = steps.kinds, steps.streams
         reached, clocks = self.reached[number], self.clocks[number]
@@ -81,7 +80,7 @@ class Simulation(SimulationState):
             launching = host.now[index]
         heap = self._heap
         for at in range(step, len(kinds)):
-            # others of the program are here, or can catch up first: all go on together
+            # other ranks of the program are at this step, or can catch up first, so all continue together
             if heap and heap[0][0] <= at and heap[0][1] == number:
                 clocks[COMPUTE_STREAM, index] = now
                 if host is not None:
@@ -120,8 +119,8 @@ class Simulation(SimulationState):
         clocks[COMPUTE_STREAM, index] = now
 
     def _wait(self, number: int, at: int, who: np.ndarray, here: np.ndarray) -> np.ndarray | None:
-        """When ranks leave a wait that they reach at the times ``here``; None: some cannot leave yet, and are
-        set apart."""
+        """[who]: when the ranks ``who`` leave a wait that they reach at the times ``here``, in seconds; None
+        if some ranks cannot leave yet, and are parked."""
         steps, end = self.steps[number], self.end[number]
         index = steps.index(who)
         partner = steps.partners[at]
@@ -136,8 +135,8 @@ class Simulation(SimulationState):
         return here
 
     def _post(self, number: int, at: int, who: np.ndarray, here: np.ndarray) -> None:
-        """Begin what ranks ``who`` reach at the times ``here``: a kernel of a further stream, a record or a
-        communication."""
+        """Begin the kernel of a further stream, the record or the communication that the ranks ``who`` reach
+        at the times ``here``."""
         steps = self.steps[number]
         everyone, kind = len(who) == len(steps.ranks), steps.kinds[at]
         if kind in (KERNEL, RECORD):
@@ -155,8 +154,8 @@ class Simulation(SimulationState):
             self._meet(number, at, who, everyone)
 
     def _part(self, number: int, at: int, who: np.ndarray, late: np.ndarray) -> None:
-        """Let ranks at a wait go on, but for the ``late`` ones, which go on when what they wait for has
-        ended."""
+        """Let ranks at a wait continue, except the ``late`` ranks, which are parked until the awaited
+        communication has ended."""
         if not late.all():
             self._resume(number, at, who[~late])
         waiting = self._parked.setdefault((number, self.steps[number].partners[at]), {})
@@ -165,7 +164,7 @@ class Simulation(SimulationState):
         waiting[at][who[late]] = True
 
     def _ended(self, number: int, step: int, who: np.ndarray) -> None:
-        """Wake the ranks that wait for communication whose end is known now."""
+        """Note that a step's end is known for the ranks ``who``, and wake those that wait for it."""
         self.ended[number][step] += len(who)
         if (number, step) not in self._parked:
             return
@@ -177,7 +176,7 @@ class Simulation(SimulationState):
     # -- transfers -------------------------------------------------------------------------------------
 
     def _meet(self, number: int, step: int, who: np.ndarray, everyone: bool) -> None:
-        """Start the transfers of those ranks whose other half is posted too."""
+        """Start the transfers of the ranks ``who`` whose peers have posted the receive or send too."""
         steps = self.steps[number]
         kind = steps.kinds[step]
         for meeting in self.world.meetings[number][kind, steps.partners[step]]:
@@ -209,8 +208,8 @@ class Simulation(SimulationState):
     def _transfer_all(
         self, sender: int, send: int, to: np.ndarray, receiver: int, recv: int, source: np.ndarray
     ) -> None:
-        """The transfers of all ranks of a program at once; ``to`` and ``source`` are the positions of each
-        sender's receiver and of each receiver's sender. In place, for rings spend their time here."""
+        """Start the transfers of all ranks of a program at once. ``to`` has the position of each sender's
+        receiver, ``source`` of each receiver's sender. Arrays change in place, because rings need speed."""
         latency, seconds, free = self.channels.of(sender, send)
         start, end = self.start[sender][send], self.end[sender][send]
         np.maximum(self.reached[sender][send], self.reached[receiver][recv][to], out=start)
@@ -226,7 +225,7 @@ class Simulation(SimulationState):
     # -- collectives -------------------------------------------------------------------------------------
 
     def _gather(self, number: int, step: int, who: np.ndarray) -> None:
-        """Start the collectives of ranks ``who`` that all members of their groups have posted."""
+        """Start each collective of the ranks ``who`` that all members of its group have posted."""
         steps = self.steps[number]
         key = (number, steps.partners[step], steps.names[step], steps.nbytes[step])
         if key not in self._collectives:
@@ -235,7 +234,7 @@ class Simulation(SimulationState):
             self._collectives[key] = groups, seconds
         groups, cost = self._collectives[key]
         if groups.members is not None and self.posted[number][step] == len(steps.ranks) == len(who):
-            if len(who) == 1:  # numbers take less time than arrays of one
+            if len(who) == 1:  # arithmetic on numbers takes less time than on arrays of one
                 start_s = max(self.reached[number][step, 0], groups.free[0])
                 self.start[number][step, 0] = start_s
                 self.end[number][step, 0] = groups.free[0] = start_s + cost[0]

@@ -1,4 +1,4 @@
-"""Steps: a program without the kernels of its compute stream, and what its messages meet."""
+"""Steps: a program without the kernels of its compute stream, and where its messages meet their peers'."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Steps:
     """A program without the kernels of its compute stream, and the ranks that run it.
 
     Attributes:
-        all_ranks: global ranks that run it, in ascending order.
-        simulated: the places of those that are simulated, in ascending order.
+        all_ranks: the global ranks that run the program, in ascending order.
+        simulated: the places of the simulated ranks in ``all_ranks``, in ascending order.
         ranks: the global ranks that are simulated.
-        at: the program's event of each step; steps are what is not a kernel of the compute stream.
-        kinds, streams, partners: of each step; a wait's partner is the step that it waits for.
-        names: of each step, the index of its name in the program's.
+        at: each step's event in the program; steps are all events except kernels of the compute stream.
+        kinds, streams, partners: the fields of each step's event; a wait's partner is the awaited step.
+        names: for each step, the index of its name in the program's names.
         nbytes: bytes of each step's payload.
-        at_once: of each send, to how many peers the sends go that are posted with it (nothing between them
-            but other posts). Those to the same peer go one after another.
+        at_once: for each send, the number of peers to which sends are posted together with it (with only
+            other posts between them). Sends to the same peer go one after another.
     """
 
     def __init__(self, program: Program, all_ranks: np.ndarray, simulated: np.ndarray):
@@ -58,20 +58,20 @@ class Steps:
         return len(self.kinds)
 
     def index(self, who: np.ndarray) -> Any:
-        """The index of some simulated ranks in an array with one entry a rank. For a single rank it is a
-        number, because arithmetic on numbers takes less time than on arrays of one."""
+        """The index of the simulated ranks ``who`` in arrays with one entry for each rank. For a single rank
+        the index is a number, because arithmetic on numbers takes less time than on arrays of one."""
         if len(self.ranks) == 1:
             return 0
         return slice(None) if len(who) == len(self.ranks) else who
 
     @cached_property
     def larger(self) -> Callable[[Any, Any], Any]:
-        """The larger of two times of simulated ranks, as :meth:`index` takes them from arrays."""
+        """A function that returns the larger of two times (numbers or arrays, as of :meth:`index`)."""
         return max if len(self.ranks) == 1 else np.maximum
 
     @cached_property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``kinds``, ``streams`` and ``partners`` as arrays."""
+        """The attributes ``kinds``, ``streams`` and ``partners`` as arrays, each [steps]."""
         kinds, streams, partners = (
             np.array(x, dtype=np.int64) for x in (self.kinds, self.streams, self.partners)
         )
@@ -92,18 +92,18 @@ class Steps:
         return at_once.tolist()
 
     def peers(self, peer: int) -> np.ndarray:
-        """For each of ``all_ranks``, the global rank of a peer; ``peer``: its index in the program."""
+        """[all_ranks]: each rank's peer, as a global rank. ``peer``: the peer's index in the program."""
         return shifted_ranks(self.all_ranks, self.program.peers[peer], self.program.mesh)
 
     def beside_computing(self, asked: bool) -> list[list[int]]:
-        """For each step, if it is a wait of the compute stream, the collectives and sends that it is the
-        first to wait for; if another stream waited, by the record of its point. An exchange, whose two
-        directions are one kernel, counts once, by its send, which is waited for first. Empty lists if not
-        ``asked``."""
-        awaited: list[list[int]] = [[]] * len(self)  # one list, which nothing is added to
+        """For each step that is a wait of the compute stream, the steps (collectives and sends) for which it
+        is the first such wait, directly or by a record of another stream; empty for other steps. An exchange,
+        whose two directions are one kernel, counts once, by its send, which is waited for first. If not
+        ``asked``, all lists are empty."""
+        awaited: list[list[int]] = [[]] * len(self)  # one shared list, which stays empty
         if not asked:
             return awaited
-        #: of each stream, what the compute stream has not waited for
+        #: for each stream, the steps for which the compute stream has not waited yet
         ahead: dict[int, list[int]] = defaultdict(list)
         kinds, streams, partners = self.columns
         waits = (kinds == WAIT) & (streams == COMPUTE_STREAM)
@@ -123,21 +123,21 @@ class Steps:
         return awaited
 
     def describe(self, step: int, local: int) -> str:
-        """A step in words, with the rank."""
+        """A step in words, with the global rank of the simulated rank at the position ``local``."""
         rank = int(self.ranks[local])
         return f"rank {rank}, {self.program.describe(int(self.at[step]), rank)}"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the sends to a peer, or the receives from it, of some ranks of a program meet their other halves.
+    """How a program's sends to a peer (or receives from it) meet the receives (or sends) of another program.
 
     Attributes:
-        program: the program of the other halves.
-        halves: the step of the other half, by each step.
-        theirs: for each position of my program, that of the other half's rank in the other program, or -1;
-            ``everyone``: all of both programs meet.
-        back: where everyone meets, for each position of the other program the one of mine.
+        program: the number of the other program.
+        halves: by step, the step in the other program that it meets.
+        theirs: for each simulated rank's position, the position of its peer in the other program, or -1.
+        everyone: whether all simulated ranks of both programs meet.
+        back: if ``everyone``, for each position in the other program, the position in this program.
     """
 
     program: int

@@ -1,11 +1,10 @@
-"""What of a step is priced by something else than a rate of its own: a kernel that the card has no rate of, a
-link of which no more is known than the datasheet, a length that was not measured.
+"""Substitutes: the rates that price work of a step for which the cluster has no rate of its own, such as a
+kernel without a rate on the card, a link with only a datasheet, or a length that was not measured.
 
-Three grades, by how wrong that may be. "substituted": nothing of the kind was measured, such as an attention
-kernel that is priced as matmuls, or a link that is the datasheet's or another machine's.
-"transferred": a kernel or a host by the rate of another card, kernel or host. "extrapolated":
-by the rate of the same kernel or link at another size, mask or group. Intervals of such times are those of
-their grade (:mod:`measure.trust`).
+Three grades say how wrong a substitute may be. "substituted": no rate of the kind was measured, for example
+an attention kernel is priced as matmuls, or a link by the datasheet or another machine. "transferred": the
+rate is that of another card, kernel or host. "extrapolated": the rate is that of the same kernel or link at
+another size, mask or group. The grade of a time also gives its interval (:mod:`measure.trust`).
 """
 
 from __future__ import annotations
@@ -39,16 +38,17 @@ from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.table_prices import lengths_measured, matmuls_covered, ranks_measured
 from spbench.impls import GROUPED_MATMULS
 
-#: what attention counts as that a card has no rate of
+#: the substitute of attention for which a card has no rate
 AS_MATMULS = "matmuls"
 
 
 class Substitute(NamedTuple):
-    """Work of a step without a rate of its own, and what it is priced by.
+    """A kind of work without a rate of its own, and the rate that prices the work.
 
     Attributes:
-        work: as "forward attention by triton".
-        by: as "matmuls".
+        work: the work in words, such as "forward attention by triton".
+        by: the rate in words, such as "matmuls".
+        grade: see the top of this module.
     """
 
     work: str
@@ -56,12 +56,12 @@ class Substitute(NamedTuple):
     grade: Grade
 
 
-#: with the events, or the steps, that it is of
+#: (a substitute, the numbers of the events or steps that it prices)
 _Found = Iterator[tuple[Substitute, np.ndarray]]
 
 
 def kernel_substitutes(costs: Costs, program: Program) -> _Found:
-    """The kernels of a program that are priced by something else, with the program's events."""
+    """(a substitute, the events that it prices), for the kernels of a program."""
     kernels = program.kind == KERNEL
     yield from _attention(costs, program, kernels & (program.category == ATTENTION) & (program.flops > 0))
     yield from _matmuls(costs, program, kernels & (program.category == MATMUL))
@@ -99,7 +99,7 @@ def _attention(costs: Costs, program: Program, all_calls: np.ndarray) -> _Found:
     default = costs.attention == "flash" or rates is None or costs.attention == rates.default
     for name in np.unique(program.name[left]).tolist():
         events = np.flatnonzero(left & (program.name == name))
-        # softmax attention has a shape; that of linear attention is an operator of its own
+        # softmax attention has a shape; linear attention is an operator of its own, without a shape
         softmax = program.shape[events[0]].any()
         kernel = "attention" if costs.attention == "flash" else f"attention by {costs.attention}"
         work = kernel if softmax else program.names[name]
@@ -112,7 +112,7 @@ def _attention(costs: Costs, program: Program, all_calls: np.ndarray) -> _Found:
 
 
 def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
-    """How the calls that a rate was measured of differ from this call, in words; "" where they do not."""
+    """How the measured calls of a rate differ from ``call``, in words; "" if they do not differ."""
     words = []
     if rate.direction not in (None, call.direction):
         words.append(f"{rate.direction}")
@@ -150,7 +150,7 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
             covered = matmuls_covered(own.table.value, program.shape[shaped])
             by = "the nearest of its table"
             yield Substitute(f"{name} matmuls", by, "extrapolated"), shaped[~covered]
-            if own.sustained.value is None:  # it is not known what of its rates a step keeps
+            if own.sustained.value is None:  # the share of its rates that a whole step keeps is not known
                 by = "its table of short calls, without a power limit"
                 yield Substitute(f"{name} matmuls", by, "extrapolated"), shaped[covered]
         if name in ("fp16", "bf16") and generation_of(device) >= 7 and not (own and own.unaligned):
@@ -159,8 +159,8 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
 
 
 def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
-    """The communication of the first rank of a program that is priced by something else, with the numbers of
-    its steps: each part of a collective, intra-node and inter-node, is named."""
+    """(a substitute, the steps that it prices), for the communication of a program's first rank; each part of
+    a collective, intra-node or inter-node, has its own substitutes."""
     kinds, _, partners = steps.columns
     names = steps.program.name[steps.at]
     moving = np.flatnonzero((kinds == COLLECTIVE) | (kinds == SEND))
@@ -192,8 +192,8 @@ def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int)
 
 
 def _furthest(costs: Costs, ranks: np.ndarray, peers: np.ndarray) -> list[int]:
-    """The send, among those from each rank to its peer, that crosses the largest parts of a node, because the
-    others of a ring wait for it; the first send if none crosses any."""
+    """[source, destination]: the send from a rank to its peer that crosses the largest parts of a node,
+    because the other ranks of a ring wait for this send; the first send if none crosses a part."""
     for each in reversed(crossings_of(costs.cluster)):
         same_node = node_of(ranks, costs.cluster) == node_of(peers, costs.cluster)
         leaves = np.flatnonzero(same_node & (ranks // each.devices != peers // each.devices))
@@ -203,7 +203,7 @@ def _furthest(costs: Costs, ranks: np.ndarray, peers: np.ndarray) -> list[int]:
 
 
 def _of_crossings(costs: Costs, name: str, members: Sequence[int]) -> Iterator[Substitute]:
-    """The substitutes for links within a node that communication shares; only the largest parts count."""
+    """The substitutes that price shared links within a node; only links between the largest parts count."""
     here = [member for member in members if costs.node(member) == costs.node(members[0])]
     link, work = costs.cluster.node_link, f"{name} intra-node"
     if link is not None and link.crossings is None and len(here) > 1:
@@ -214,10 +214,10 @@ def _of_crossings(costs: Costs, name: str, members: Sequence[int]) -> Iterator[S
 
 
 def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterator[Substitute]:
-    """The substitutes by which a part of some communication is priced.
+    """The substitutes that price the intra-node (``within``) or inter-node part of a communication ``name``.
 
     Args:
-        parts: of a collective, the devices on a node, or the nodes; None: a send.
+        parts: for a collective, the number of its devices on a node, or of its nodes; None: a send.
     """
     cluster = costs.cluster
     link: Link = (cluster.node_link or cluster.network) if within else cluster.network
@@ -243,7 +243,7 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
 
 
 def _other_group(link: Link, name: str, parts: int) -> str:
-    """What else than the collective's own rate is used, in words; "" if its rate holds for such a group."""
+    """The rate that is used in place of the collective's own, in words; "" if its own rate fits the group."""
     if name == "all_to_all" and name not in link.collectives:
         return "the rate of other collectives"
     sizes = [rate.ranks for rate in link.rates_of(name) if rate.ranks is not None]
@@ -255,12 +255,12 @@ def _other_group(link: Link, name: str, parts: int) -> str:
 def seconds_by_substitute(
     costs: Costs, of_programs: Iterable[tuple[Steps, np.ndarray, np.ndarray]], host_s: float
 ) -> dict[Substitute, float]:
-    """Seconds of a step that are priced by something else, the mean over ranks, those that are hidden too.
+    """The seconds of a step that each substitute prices, hidden or not, in the mean over ranks.
 
     Args:
-        of_programs: each program with its ranks, the seconds of its events, and those of its first rank's
-            steps.
-        host_s: that ranks wait for their hosts.
+        of_programs: (steps, [events] seconds of the kernels, [steps] seconds of the first rank's steps), for
+            each program.
+        host_s: the seconds that ranks wait for their hosts, in the mean.
     """
     found: dict[Substitute, float] = defaultdict(float)
     for steps, kernel_s, step_s in of_programs:

@@ -1,19 +1,17 @@
-"""What calls take by the tables of measured rates that a cluster names.
+"""The seconds of calls by the tables of measured rates that a cluster names.
 
-Within a table the measured calls count alone. Beyond it a call takes what the model of the cluster's own
-figures says, times what the nearest edge of the table takes by measurement over what it takes by that model.
+Within a table only the measured calls count. A call beyond the table takes the seconds by the cluster's own
+figures, times a correction: at the nearest edge of the table, measured seconds over seconds by those figures.
 
-How far from its measured rate FlashAttention-2 runs on calls unlike those that were measured, by its
-design.
-
+Also, how FlashAttention-2's rate on calls unlike the measured calls follows from its design, by
 github.com/Dao-AILab/flash-attention, csrc/flash_attn/src/flash_bwd_launch_template.h and static_switch.h at
 073afd5:
 
-- It is compiled for some head sizes; another one runs as the next larger, with zeros: 72 as 96.
-- Backward runs in one thread block for each block of keys, head and sample, and each walks all queries. Where
-  there are fewer of them than multiprocessors, as in attention of many positions to a text of 120 tokens, the
-  others are idle. Forward splits the keys of a query block further where there are few (flash_api.cpp,
-  num_splits_heuristic).
+- The kernel is compiled for some head sizes; another size runs as the next larger, padded with zeros.
+- Backward runs one thread block for each block of keys, head and sample, and each thread block walks all
+  queries. If there are fewer thread blocks than multiprocessors, for example in attention to a text of 120
+  tokens, the other multiprocessors are idle. Forward splits keys further if there are few query blocks
+  (flash_api.cpp, num_splits_heuristic).
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ _HALF = 2
 
 
 def matmul_sizes(table: RateTable, shapes: np.ndarray) -> np.ndarray:
-    """[calls, 3]: m, n, k of matmuls of (batch, m, n, k) as a table has them. A batch counts as more
-    rows. A matmul takes as long as its transpose, which counts where the table has that alone."""
+    """[calls, 3]: the m, n, k by which a table is read, for matmuls of (batch, m, n, k). A batch counts as
+    more rows. A matmul takes as long as its transpose, so the one nearer to the table is used."""
     batch, m, n, k = shapes.T.astype(float)
     sizes, turned = np.stack([batch * m, n, k], axis=1), np.stack([n, batch * m, k], axis=1)
     outside, outside_turned = (np.abs(np.log(each / table.cut(each))).sum(axis=1) for each in (sizes, turned))
@@ -45,13 +43,13 @@ def matmul_sizes(table: RateTable, shapes: np.ndarray) -> np.ndarray:
 def matmul_seconds(
     name: str, shapes: np.ndarray, nbytes: np.ndarray, model: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> np.ndarray:
-    """Seconds of matmuls in half precision.
+    """[calls]: the seconds of matmuls in half precision.
 
     Args:
-        name: of the table.
+        name: the name of the table.
         shapes: [calls, 4]: batch, m, n, k.
-        nbytes: [calls]: that they read and write.
-        model: seconds by FLOPs and bytes, as the cluster's own figures have them.
+        nbytes: [calls]: bytes that the matmuls read and write.
+        model: returns seconds from FLOPs and bytes, by the cluster's own figures.
     """
     table = rate_table(name)
     sizes = matmul_sizes(table, shapes)
@@ -59,7 +57,7 @@ def matmul_seconds(
     edge_flops = 2.0 * edge.prod(axis=1)
     measured = edge_flops / table.rates(sizes)
     of_edge = model(edge_flops, _operand_bytes(edge))
-    # what is read or written beside the operands of the table, as sums in float32, costs what the model says
+    # bytes beyond the table's operands, for example sums in float32, are priced by the model
     flops, moved = 2.0 * sizes.prod(axis=1), np.maximum(nbytes, _operand_bytes(sizes))
     return measured * model(flops, moved) / of_edge
 
@@ -70,7 +68,7 @@ def _operand_bytes(sizes: np.ndarray) -> np.ndarray:
 
 
 def in_attention_table(rate: AttentionRate, call: AttentionCall) -> bool:
-    """Whether a call is of the kind that the rate's table has, whatever its sizes."""
+    """Whether a call is of the kind in the rate's table: causal self-attention, forward, of one head size."""
     return (
         rate.table.value is not None
         and call.direction == "forward"
@@ -81,8 +79,8 @@ def in_attention_table(rate: AttentionRate, call: AttentionCall) -> bool:
 
 
 def attention_rate(rate: AttentionRate, call: AttentionCall, groups: int) -> float:
-    """FLOP/s of calls for which :func:`in_attention_table` holds. Heads and groups of several samples count
-    as if they were of one sample."""
+    """The FLOP/s of a call for which :func:`in_attention_table` holds. ``groups``: heads of keys and values;
+    heads and groups of several samples count as if they belonged to one sample."""
     table = rate_table(rate.table.value or "")
     sizes = np.array([[call.length, call.heads, groups]], dtype=float)
     length = int(table.cut(sizes)[0, 0])
@@ -90,7 +88,7 @@ def attention_rate(rate: AttentionRate, call: AttentionCall, groups: int) -> flo
 
 
 def lengths_measured(rate: AttentionRate) -> tuple[int, int] | None:
-    """The shortest and the longest sequence that a rate was measured of; None: its source does not say."""
+    """(shortest, longest) of the sequence lengths at which a rate was measured; None: not known."""
     if rate.table.value is not None:
         table = rate_table(rate.table.value)
         return int(table.smallest[0]), int(table.largest[0])
@@ -104,18 +102,18 @@ def matmuls_covered(name: str, shapes: np.ndarray) -> np.ndarray:
 
 
 def ranks_measured(link: Link, kind: str) -> tuple[int, int] | None:
-    """The smallest and the largest group that a link's table has of a collective; None: it has none."""
+    """(smallest, largest) of the group sizes in a link's table of a collective; None: there is no table."""
     if link.table.value is None or (table := collective_tables(link.table.value).get(kind)) is None:
         return None
     return int(table.smallest[0]), int(table.largest[0])
 
 
 def collective_seconds(link: Link, kind: str, nbytes: float, ranks: int) -> float | None:
-    """Seconds of a collective within a node, without a calibration; None: the link has no table with it.
+    """Seconds of a collective within a node, without a calibration; None: the link has no table of it.
 
     Args:
         nbytes: the payload, as :data:`WIRE_SHARE` defines it.
-        ranks: of the group.
+        ranks: the number of ranks in the group.
     """
     name = link.table.value
     return (
@@ -128,19 +126,19 @@ def _seconds(name: str, kind: str, nbytes: float, ranks: int) -> float:
     table = collective_tables(name)[kind]
     (fewest, _), (most, largest) = table.smallest, table.largest
     n = float(np.clip(ranks, fewest, most))
-    # beyond the ranks that were measured, at the same bus bandwidth
+    # groups larger or smaller than the measured groups have the same bus bandwidth
     payload = nbytes * float(WIRE_SHARE[kind](ranks) / WIRE_SHARE[kind](int(n)))
     seconds, latency = float(1.0 / table.rates(np.array([[n, payload]]))[0]), _latency(table, n)
     if payload > largest:
         seconds += (payload - largest) / largest * (seconds - latency)
     if ranks > n:
-        # a rank more costs what it does from half of the largest group to all of it
+        # each further rank adds the latency that a rank adds between half and all of the largest group
         seconds += (latency - _latency(table, n / 2)) * (ranks - n) / (n / 2)
     return seconds
 
 
 def _latency(table: RateTable, ranks: float) -> float:
-    """Seconds of the smallest message."""
+    """The seconds of a table's smallest message, in a group of ``ranks`` ranks."""
     return float(1.0 / table.rates(np.array([[ranks, table.smallest[1]]]))[0])
 
 
@@ -154,16 +152,16 @@ def latency_and_bandwidth(link: Link, kind: str, nbytes: float, ranks: int) -> t
 
 
 def groups_of(program: Program, event: int) -> int:
-    """How many heads of keys and values a forward call of attention in half precision has, over all
-    sequences: by its bytes beyond queries, outputs and their sums in float32."""
+    """The number of key-value heads, over all sequences, of a forward attention call in half precision,
+    computed from its bytes beyond queries, outputs and the float32 sums of the scores."""
     heads, queries, keys, size = (int(each) for each in program.shape[event])
     rest = float(program.nbytes[event]) - heads * queries * (2 * _HALF * size + 4)
     return int(np.clip(round(rest / (2 * _HALF * keys * size)), 1, heads))
 
 
-#: that it is compiled for
+#: head sizes for which FlashAttention-2 is compiled
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
-#: keys of a thread block of backward; of head sizes above WIDE fewer
+#: keys in a thread block of backward: for head sizes up to WIDE, and for larger ones
 BLOCK_KEYS, WIDE, BLOCK_KEYS_OF_WIDE = 128, 128, 64
 
 
@@ -179,14 +177,14 @@ def head_share(head_size: int, measured: int) -> float:
 
 
 def backward_share(heads: int, keys: int, head_size: int, multiprocessors: int) -> float:
-    """The rate of a backward pass over the rate on a card that is full.
+    """The rate of a backward pass of attention, over its rate when thread blocks fill the card (0 to 1).
 
     Args:
-        heads: of all samples together, B x Z.
-        keys: of each head.
-        multiprocessors: of the card.
+        heads: heads of all samples together, B x Z.
+        keys: keys of each head.
+        multiprocessors: multiprocessors of the card.
     """
     block = BLOCK_KEYS if run_as(head_size) <= WIDE else BLOCK_KEYS_OF_WIDE
     blocks = -(-keys // block)
-    # a last block that is not full computes as much as one that is
+    # a partly filled last block computes as much as a full block
     return min(1.0, heads * blocks / multiprocessors) * keys / (blocks * block)

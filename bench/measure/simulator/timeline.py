@@ -1,9 +1,9 @@
-"""What a simulation knows while it runs, and what it gives: the step time, and what it is made of.
+"""The state of a simulation while it runs, and its result: the step time, and the parts of the step time.
 
-A simulated timeline as Chrome trace JSON, which Perfetto (https://ui.perfetto.dev) opens. One process a rank;
-in it the phases of the step, the compute stream, as many communication rows as transfers overlap (slices of
-one row may not overlap partly), and a row for each further stream. The format: Trace Event Format, complete
-events ("ph": "X"), times in microseconds.
+:meth:`Timeline.export` writes a timeline as Chrome trace JSON for Perfetto (https://ui.perfetto.dev).
+Each rank is a process with rows for the phases, the compute stream, communication (several rows if transfers
+overlap, since slices of one row may not overlap partly), and each further stream. The format: Trace Event
+Format, complete events ("ph": "X"), times in microseconds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from spbench.bench.measure.simulator.waits import Event, Times, Waits, rank_even
 
 
 class SimulationState:
-    """When each rank is at the steps of its program, as far as that is known.
+    """When each rank reaches and leaves the steps of its program, as far as the simulation has come.
 
-    Arrays are [steps, ranks of the program]; nan: not yet.
+    Arrays are [steps, simulated ranks of the program] in seconds; nan: not known yet.
 
     Args:
         unlike_axis: see :class:`Simulator`.
@@ -49,19 +49,19 @@ class SimulationState:
         self.world, self.steps = world, world.steps
         self.works = unlike_work(world.steps, unlike_axis)
         shapes = [(len(s), len(s.ranks)) for s in self.steps]
-        #: when its stream reaches a step, and leaves a wait; when communication, or a kernel of a further
+        #: when a stream reaches a step, and leaves a wait; when communication, or a kernel of a further
         #: stream, starts and ends
         self.reached, self.left, self.start, self.end = (
             [np.full(shape, np.nan) for shape in shapes] for _ in range(4)
         )
-        #: of each step, how many ranks have posted it, and of how many it has an end
+        #: for each step, how many ranks have posted the step, and for how many its end is known
         self.posted, self.ended = ([[0] * len(s) for s in self.steps] for _ in range(2))
-        #: when each stream has done what was issued so far; [streams, ranks of the program]
+        #: [streams, ranks of the program]: when each stream has done all events issued so far
         self.clocks = [np.zeros((max(s.streams, default=0) + 1, len(s.ranks))) for s in self.steps]
         self.kernel_s = [costs.kernels(steps.program) for steps in self.steps]
         launched = [None if costs.host is None else host_seconds(costs.host, s.program) for s in self.steps]
         self.costs = costs
-        #: by step: seconds of the kernel that it is, and of the compute stream's kernels before it
+        #: by step: its seconds if it is a kernel, and the seconds of the compute stream's kernels before it
         self.taken: list[list[float]] = []
         self.before: list[list[float]] = []
         self.hosts: list[HostClock | None] = []
@@ -78,16 +78,16 @@ class SimulationState:
 
 @dataclass(frozen=True)
 class _Set:
-    """Ranks that do the same share of a program's work; arrays are of the simulated ranks.
+    """Ranks that do the same share of a program's work; other arrays are [simulated ranks], in seconds.
 
     Attributes:
-        ranks: global ones.
-        at: for each of them, its place in the arrays.
-        weights: [events]: how much of each event they do.
-        kernel_s: [events]: seconds of what they do.
+        ranks: the global ranks.
+        at: for each of ``ranks``, its place in the arrays of simulated ranks.
+        weights: [events]: the share (0 to 1) of each event that the ranks do.
+        kernel_s: [events]: the seconds of this share of each kernel.
         waits: see :class:`Waits`.
         computed: when the compute stream ends.
-        host: when the host ends; None: hosts take no time.
+        late_host: by how much the host ends after the full work's compute stream; None: hosts take no time.
     """
 
     ranks: np.ndarray
@@ -100,10 +100,10 @@ class _Set:
 
 
 class Timeline:
-    """A simulated step.
+    """The result of a simulated step.
 
     Attributes:
-        step_time_s: until the last rank's computing and communication have ended, with the step's overhead.
+        step_time_s: seconds until all ranks' computing and communication end, plus the step's overhead.
     """
 
     def __init__(self, state: SimulationState):
@@ -122,12 +122,12 @@ class Timeline:
 
     @cached_property
     def by_rank(self) -> dict[str, np.ndarray]:
-        """What each rank's step is made of, in seconds, by global rank.
+        """The parts of each rank's step, in seconds: by name of the part, an array [global ranks].
 
         compute: kernels of the compute stream by the roofline, each at least the cluster's floor. overhead:
-        their launches and the step's own. exposed_communication: waiting while the bytes move, or while
-        another stream copies them. bubble: waiting for other ranks to take part, or to end. host, where the
-        cluster has figures of it: waiting for the own host. These add up to the step time.
+        launches of these kernels, and the step's own overhead. exposed_communication: waits while bytes move,
+        or while another stream copies them. bubble: waits for other ranks to take part, or to end. host (only
+        if the cluster has figures of hosts): waits for the rank's host. These parts add up to the step time.
         hidden_communication: bytes move, or another stream copies, while the rank computes.
         """
         parts = {
@@ -156,7 +156,7 @@ class Timeline:
 
     @cached_property
     def _sets(self) -> list[tuple[int, _Set]]:
-        """All ranks in sets that do the same work, with the number of their program."""
+        """(the number of a program, a set of ranks that do the same share of it), for all ranks."""
         return [
             (number, self._set(number, alike))
             for number, (steps, work) in enumerate(zip(self._world.steps, self._works, strict=True))
@@ -177,8 +177,8 @@ class Timeline:
     def _played(
         self, number: int, coordinate: int | None, columns: slice | np.ndarray
     ) -> tuple[Times, np.ndarray, np.ndarray]:
-        """When some ranks are at the steps of their program, when their compute stream ends, and how much of
-        each event they do. ``coordinate``: see :class:`Alike`."""
+        """(the times of some simulated ranks at their steps, when their compute streams end, [events] the
+        share of each event that they do). ``coordinate``: see :class:`Alike`; ``columns``: the ranks."""
         steps, work = self._world.steps[number], self._works[number]
         arrays = (self._reached, self._left, self._start, self._end)
         times = Times(*(each[number][:, columns] for each in arrays))
@@ -190,10 +190,10 @@ class Timeline:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Mean over ranks, in seconds: what ``compute`` and ``exposed_communication`` of :attr:`by_rank` are
-        made of. matmuls, attention, memory_bound: kernels by their kind. intra_node, inter_node: waits
-        for communication by the links that it takes; those for copies on other streams are within. in_blocks,
-        where the calibration has one: of matmuls the charge for blocks of wider matrices.
+        """The parts of ``compute`` and ``exposed_communication`` of :attr:`by_rank` in seconds, as means over
+        ranks. matmul_s, attention_s, memory_bound_s: kernels by kind. intra_node_s, inter_node_s: waits for
+        communication by its links; waits for copies on other streams count as intra-node. in_blocks_s (only
+        if the calibration has this charge): the part of matmuls charged for blocks of wider matrices.
         """
         kinds = {name: np.zeros(self._world.size) for name in ("matmul", "attention", "memory_bound")}
         exposed = {name: np.zeros(self._world.size) for name in ("intra_node", "inter_node")}
@@ -210,8 +210,8 @@ class Timeline:
 
     @property
     def priced_by(self) -> dict[Substitute, float]:
-        """Seconds by substitute, in the mean over ranks: of kernels, and of communication that moves bytes,
-        hidden or not, on the first rank of each program."""
+        """The seconds that each substitute prices, in the mean over ranks: of kernels, and of communication
+        that moves bytes, hidden or not, on the first rank of each program."""
         moving = (end[:, 0] - start[:, 0] for start, end in zip(self._start, self._end, strict=True))
         kernels = (
             seconds if work is None else seconds * work.mean_weights
@@ -222,7 +222,7 @@ class Timeline:
 
     @property
     def flops(self) -> Flops:
-        """The FLOPs of all ranks."""
+        """The FLOPs of all ranks together."""
         total = Flops(0.0, 0.0, 0.0)
         for steps, work in zip(self._world.steps, self._works, strict=True):
             weights = None if work is None else work.mean_weights
@@ -231,16 +231,16 @@ class Timeline:
 
     @property
     def breakdown(self) -> dict[str, float]:
-        """Mean over ranks of :attr:`by_rank`, in seconds."""
+        """The parts of a step by name, as "compute_s": the mean of :attr:`by_rank` over ranks, in seconds."""
         return {f"{name}_s": float(values.mean()) for name, values in self.by_rank.items()}
 
     def breakdown_of(self, rank: int) -> dict[str, float]:
-        """The parts of one rank's step in seconds; see :attr:`by_rank`."""
+        """The parts of one rank's step by name, as "compute_s", in seconds; see :attr:`by_rank`."""
         return {f"{name}_s": float(values[rank]) for name, values in self.by_rank.items()}
 
     @property
     def serial_s(self) -> float:
-        """Seconds if no two things ran at the same time on any ranks: no step can take longer."""
+        """The seconds if no two events of any ranks ran at the same time: an upper bound of the step time."""
         total = self._costs.step_overhead_s
         for number, steps in enumerate(self._world.steps):
             program = steps.program
@@ -249,7 +249,7 @@ class Timeline:
             total += ranks * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
             if (host := self._hosts[number]) is not None:
                 total += ranks * host.serial_s
-            # each simulated rank stands for as many
+            # each simulated rank has the times of ranks / len(steps.ranks) ranks
             seconds = (self._end[number] - self._start[number]).sum(1) * (ranks / len(steps.ranks))
             for step, kind in enumerate(steps.kinds):
                 if kind == SEND:  # its receive is the same transfer
@@ -259,7 +259,7 @@ class Timeline:
         return total
 
     def events(self, rank: int) -> Iterator[Event]:
-        """All that a rank does, in program order; waits of no length are left out."""
+        """The kernels, communication and waits of a rank, in program order; waits of 0 s are left out."""
         number, place = int(self._world.program_of[rank]), int(self._world.place_of[rank])
         steps, work, host = self._world.steps[number], self._works[number], self._hosts[number]
         at = None if work is None else int(work.coordinates[np.searchsorted(steps.all_ranks, rank)])
@@ -269,8 +269,8 @@ class Timeline:
         return rank_events(steps.program, rank, times, seconds, weights, self._costs.launch_s, launched)
 
     def export(self, path: Path, ranks: Iterable[int] = (0,), **about: Any) -> Path:
-        """Write the trace of some ranks to a file, whole or not at all, compressed if its name ends in ".gz".
-        ``about`` is the ``otherData`` of the trace: by default the time of its step, and of how many ranks.
+        """Write the trace of some ranks to a file (compressed if its name ends in ".gz"); returns its path.
+        ``about`` is the ``otherData`` of the trace: by default the step time and the number of ranks.
 
         Raises:
             UserError: the file cannot be written; an earlier one is unchanged.
@@ -279,7 +279,7 @@ class Timeline:
         events = [*trace_events(self, ranks)]
         content = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
         text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-        # no time in the head of a compressed file: the same trace has the same bytes
+        # mtime=0 leaves the time out of the file's head, so that the same trace has the same bytes
         return write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
 
 
@@ -288,7 +288,7 @@ _MICRO = 1e6
 
 
 def trace_events(timeline: Timeline, ranks: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """The trace events of some ranks."""
+    """The events of some ranks in Chrome's Trace Event Format, as dictionaries."""
     for rank in ranks:
         yield _named("process_name", rank, 0, f"rank {rank}")
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
@@ -310,9 +310,9 @@ def trace_events(timeline: Timeline, ranks: Iterable[int]) -> Iterator[dict[str,
 
 
 def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
-    """The events of a rank by their start, each with a row in which no two overlap: row 0 for the compute
-    stream, then rows for communication and for further streams, as many as their events overlap."""
-    #: of each row but the first: its stream, and when it is free again
+    """(event, row) of a rank's events, by their start, so that no two events of a row overlap: row 0 is the
+    compute stream; communication and each further stream have as many rows as their events need."""
+    #: for each row but the first: its stream, and when the row is free again
     rows: list[tuple[str, float]] = []
     for event in sorted(events, key=lambda e: e.start_s):
         if event.stream == "compute":
@@ -325,7 +325,7 @@ def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
 
 
 def _phases(rank: int, events: list[Event]) -> Iterator[dict[str, Any]]:
-    """A slice from the first to the last thing that the compute stream does of a phase without a break."""
+    """A slice for each phase, from its first to its last event on the compute stream without a break."""
     name, start, end = "", 0.0, 0.0
     for event in [*(e for e in events if e.stream == "compute"), None]:
         if event is None or event.phase != name:

@@ -1,8 +1,7 @@
-"""How long ranks wait for communication, and which of it leaves the node.
+"""The seconds for which ranks wait for communication, and the part for communication between nodes. Times are
+those of many ranks at once, as columns of arrays.
 
-Times are of many ranks at once, as columns of arrays.
-
-What a rank does in a simulated step, event by event.
+Also, the events of a rank in a simulated step, one by one.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.bench.measure.simulator.steps import Steps
 
-#: times of one kind that are copied at a time
+#: how many numbers of one array are copied at once
 _AT_A_TIME = 2**19
 
 
 class Times(NamedTuple):
-    """When the simulated ranks of a program are at its steps, in seconds; arrays are [steps, ranks].
+    """When the simulated ranks of a program reach its steps, in seconds; arrays are [steps, ranks].
 
     Attributes:
-        reached: when its stream reaches a step.
-        left: when its stream leaves a step that is a wait.
-        start, end: of what moves bytes, and of kernels of further streams.
+        reached: when a step's stream reaches the step.
+        left: when the stream leaves a step that is a wait.
+        start, end: when communication, or a kernel of a further stream, starts and ends.
     """
 
     reached: np.ndarray
@@ -55,12 +54,12 @@ class Waits(NamedTuple):
     """Seconds that each simulated rank of a program waits or communicates.
 
     Attributes:
-        waited: the compute stream waits, for anything.
-        exposed: the part of ``waited`` while bytes move or another stream copies them.
+        waited: all waits of the compute stream.
+        exposed: the part of ``waited`` in which bytes move or another stream copies them.
         across: the part of ``exposed`` for communication that leaves the rank's node.
-        busy: the rank communicates, however many transfers go on at once.
-        late: the part of ``waited`` for communication that the rank's own host has not posted yet; 0 where
-            hosts take no time.
+        busy: the time in which the rank communicates; overlapping transfers count once.
+        late: the part of ``waited`` for communication that the rank's own host has not posted yet; 0 if hosts
+            take no time.
     """
 
     waited: np.ndarray
@@ -74,12 +73,12 @@ def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool, places: np.
     """The waits of some simulated ranks of a program.
 
     Args:
-        times: of these ranks.
+        times: the times of these ranks at the program's steps.
         hosted: whether hosts take time.
-        places: of these ranks among the simulated ones.
+        places: the places of these ranks among the simulated ranks.
     """
     crossing = _Crossing(steps, costs)
-    # some ranks at a time, for times are large arrays and are copied here
+    # a part of the ranks at a time, because the times are large arrays that are copied
     width = max(1, _AT_A_TIME // max(1, len(steps)))
     parts = []
     for first in range(0, len(places), width):
@@ -93,7 +92,7 @@ def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool, places: np.
 def _waits(
     steps: Steps, costs: Costs, crossing: _Crossing, places: np.ndarray, times: Times
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The first four fields of :class:`Waits`, for the ranks at ``places``, whose ``times`` these are."""
+    """The first four fields of :class:`Waits`, for the ranks at ``places``, from their ``times``."""
     kinds, streams, partners = steps.columns
     of_compute = streams == COMPUTE_STREAM
     waits = np.flatnonzero((kinds == WAIT) & of_compute)
@@ -102,10 +101,10 @@ def _waits(
     reached, left, awaited = times.reached[waits], times.left[waits], partners[waits]
     exposed = np.clip(end[awaited] - np.maximum(start[awaited], reached), 0.0, left - reached)
     ended = np.maximum(reached, end[awaited])
-    if costs.overlap_loss:  # after the end of what is waited for, or instead of it
+    if costs.overlap_loss:  # the loss comes after the end of the communication, or in place of a wait
         exposed = np.maximum(exposed, left - ended)
     across = crossing.shares(awaited, places)
-    # what was done before a point of another stream was reached, is done by any of the rank's streams
+    # a wait for a record of another stream is exposed while any of the rank's streams moves bytes
     points = np.flatnonzero(kinds[awaited] == RECORD)
     if len(points):
         since, until = reached[points], ended[points]
@@ -124,7 +123,7 @@ def _waits(
 
 
 class _Crossing:
-    """Which communication of a program leaves the node of each of its simulated ranks.
+    """For each step of a program and each simulated rank, whether communication leaves the rank's node.
 
     Attributes:
         some: whether the world has several nodes.
@@ -136,7 +135,7 @@ class _Crossing:
         self.some = node_of(steps.program.world - 1, self._cluster) > 0
         kinds, _, partners = steps.columns
         moving = np.isin(kinds, (COLLECTIVE, SEND, RECV))
-        # one number of both, which is small, so that a table tells which there are
+        # kind and partner as one small number, so that a count by number shows which pairs exist
         many = int(partners[moving].max(initial=0)) + 2
         codes = kinds * many + np.where(moving, partners, -1) + 1
         used = np.bincount(codes) > 0
@@ -145,14 +144,14 @@ class _Crossing:
         self._leaves = np.array([self._leave(*one) for one in each] if self.some else ())
 
     def shares(self, at: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """[steps, ranks]: 1.0 where a step, by its number, leaves the node of a rank, else 0.0."""
+        """[at, places]: 1.0 if the step ``at`` leaves the node of the rank at a place, else 0.0."""
         if not self.some or not len(at):
             return np.zeros((len(at), len(self._nodes[places])))
         shares: np.ndarray = self._leaves[self._of[at]][:, places].astype(float)
         return shares
 
     def _leave(self, kind: int, partner: int) -> np.ndarray:
-        """[simulated ranks]: whether a step of that kind with that partner leaves the rank's node."""
+        """[simulated ranks]: whether a step of this kind with this partner leaves the rank's node."""
         program, ranks = self._steps.program, self._steps.ranks
         others = ranks[:, None]
         if kind == COLLECTIVE:
@@ -164,14 +163,14 @@ class _Crossing:
 
 
 def covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The length of the union of the intervals in each column of [events, ranks]."""
+    """[ranks]: the seconds that the intervals in each column of [events, ranks] cover together."""
     return column_sums(np.subtract(*union(start, end)[::-1]))
 
 
 def union(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each column of [events, ranks], starts and ends of sorted intervals without overlaps that cover the
-    same times as the given ones."""
-    # nearly in order already, which a stable sort makes use of
+    """(starts, ends), each [events, ranks]: for each column, sorted intervals without overlaps that cover the
+    same times as the intervals from ``start`` to ``end``."""
+    # the intervals are nearly in order, which makes a stable sort fast
     order = np.argsort(start, axis=0, kind="stable")
     start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)
     earlier = np.zeros_like(end)
@@ -181,15 +180,15 @@ def union(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def covered_within(start: np.ndarray, end: np.ndarray, since: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """[intervals, ranks]: how much of each interval, ``since`` to ``until``, the union of other intervals,
-    [events, ranks], covers."""
+    """[intervals, ranks]: the seconds of each interval, ``since`` to ``until``, that the union of the
+    intervals from ``start`` to ``end``, [events, ranks], covers."""
     covered = np.zeros_like(since)
     if not len(start):
         return covered
     first, last = union(start, end)
     for rank in range(since.shape[1]):
         moments = np.stack((first[:, rank], last[:, rank]), axis=1).ravel()
-        # the covered time up to each moment grows from a first to its last, and stands still in between
+        # the covered time grows from the start to the end of an interval, and is constant between intervals
         grown = np.cumsum(last[:, rank] - first[:, rank])
         so_far = np.stack((np.concatenate(([0.0], grown[:-1])), grown), axis=1).ravel()
         covered[:, rank] = np.interp(until[:, rank], moments, so_far)
@@ -198,8 +197,8 @@ def covered_within(start: np.ndarray, end: np.ndarray, since: np.ndarray, until:
 
 
 def column_sums(values: np.ndarray) -> np.ndarray:
-    """Sums of the columns of [steps, ranks], from the first row to the last. numpy's own sum adds in another
-    order where there is one column, so that a rank's sum would depend on how many are simulated."""
+    """[ranks]: the sums of the columns of [steps, ranks], added from the first row to the last. numpy's sum
+    adds a single column in another order, so a rank's sum would depend on how many ranks are simulated."""
     if not len(values):
         return np.zeros(values.shape[1])
     sums: np.ndarray = np.cumsum(values, axis=0)[-1]
@@ -211,9 +210,9 @@ class Event:
     """One event of a rank, times in seconds from the start of the step.
 
     Attributes:
-        stream: "compute" (kernels and waits), "communication" (what that stream posts), or the name of a
-            further stream, see :func:`stream_names`.
-        details: bytes, FLOPs and the like.
+        stream: "compute" (kernels and waits), "communication" (posted by the compute stream), or the name of
+            a further stream, see :func:`stream_names`.
+        details: further facts by name, such as bytes and FLOPs.
     """
 
     name: str
@@ -225,8 +224,8 @@ class Event:
 
 
 def stream_names(program: Program) -> list[str]:
-    """A name of each stream of a program, by its number: after its collectives, or its kernels where it has
-    none."""
+    """The name of each stream of a program, in the order of their numbers: by its collectives, or by its
+    kernels if it has no collectives."""
     names = ["compute"]
     for stream in range(1, int(program.stream.max(initial=0)) + 1):
         on_it = program.stream == stream
@@ -246,14 +245,14 @@ def rank_events(
     launch_s: float,
     launched: Callable[[int, float], float] | None,
 ) -> Iterator[Event]:
-    """All that a rank does, in program order; waits of no length are left out.
+    """The kernels, communication and waits of a rank, in program order; waits of 0 s are left out.
 
     Args:
-        times: of this rank, [steps, 1].
-        kernel_s, weights: [events]: seconds of its kernels, and how much of each event it does.
-        launch_s: of the compute stream, after each of its kernels.
-        launched: when each event can start at the earliest, see :meth:`HostClock.of_rank`; None: hosts take
-            no time.
+        times: the rank's times, [steps, 1].
+        kernel_s, weights: [events]: seconds of the rank's kernels, and its share (0 to 1) of each event.
+        launch_s: seconds of a launch, after each kernel of the compute stream.
+        launched: returns the earliest start of an event, see :meth:`HostClock.of_rank`; None: hosts take no
+            time.
     """
     streams = stream_names(program)
     bounds = [first for _, first in program.marks] + [len(program)]
@@ -292,7 +291,7 @@ def rank_events(
 
 
 def _kernel(program: Program, event: int) -> dict[str, Any]:
-    """Bytes, FLOPs and the like of a kernel."""
+    """The details of a kernel: bytes, FLOPs, category, precision and a matmul's shape."""
     details: dict[str, Any] = {
         "bytes": int(program.nbytes[event]),
         "flops": int(program.flops[event]),
@@ -305,7 +304,7 @@ def _kernel(program: Program, event: int) -> dict[str, Any]:
 
 
 def _waited_for(program: Program, wait: int, streams: list[str]) -> str:
-    """What a wait is for: communication by its name, or a stream."""
+    """The name of the communication, or of the stream, for which a wait waits."""
     event = int(program.partner[wait])
     if program.kind[event] == RECORD:
         return streams[program.stream[event]]
@@ -313,7 +312,7 @@ def _waited_for(program: Program, wait: int, streams: list[str]) -> str:
 
 
 def _parties(program: Program, event: int, rank: int) -> dict[str, Any]:
-    """Global ranks of a transfer or a collective."""
+    """The global ranks of a collective ("ranks") or of a transfer ("source" and "destination")."""
     partner = int(program.partner[event])
     if program.kind[event] == COLLECTIVE:
         return {"ranks": list(program.groups[partner].members(rank, program.mesh))}

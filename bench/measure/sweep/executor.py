@@ -59,7 +59,7 @@ def opened(address: str) -> Executor:
     """The executor of an address such as dask://HOST:PORT, connected and checked.
 
     Raises:
-        UserError: as :class:`Executor`; or the address has another form.
+        UserError: the address has another form, or :class:`Executor` raises.
     """
     scheme, separator, place = address.partition("://")
     if not separator or scheme != _SCHEME:
@@ -119,7 +119,7 @@ class Executor:
 
     @property
     def at_once(self) -> int:
-        """How many cells can run at a time now; at least 1."""
+        """How many cells the Dask workers can run at a time now; at least 1."""
         try:
             workers = self.client.nthreads()
         except (OSError, ValueError) as error:

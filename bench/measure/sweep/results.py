@@ -122,7 +122,7 @@ def read_all_rows(path: Path) -> list[Row]:
     """The rows of a file in which every line must be a row.
 
     Raises:
-        UserError: the file cannot be read, or a line is not a row; with the field that is wrong.
+        UserError: the file cannot be read, or a line is not a row; names the wrong field.
     """
     rows, problems = read_rows(path)
     if problems:
@@ -214,7 +214,7 @@ class ResultsFile:
         self.close()
 
     def close(self) -> None:
-        """Let another sweep have the file."""
+        """Close the file, so that another sweep can have it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -28,7 +28,7 @@ from spbench.impls import is_packaged, model_preset, nesting
 
 
 class Watch(Protocol):
-    """Is called as cells begin and end, for example by a progress bar."""
+    """Called as cells begin and end, for example to draw a progress bar."""
 
     def begin(self, cell: Cell) -> None: ...
 

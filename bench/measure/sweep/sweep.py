@@ -95,9 +95,8 @@ def _strategy(name: str, options: Mapping[str, Any]) -> list[Any]:
 
 
 def changed_parts(cell: Cell, row: Row, digest_of: Digesting = digest) -> list[str]:
-    """The parts of the digest in which a row differs from the cell as it would be measured now.
-
-    A row without a digest, of an older version, differs in all.
+    """The parts of the digest in which a row differs from the cell as it would be measured now: all of them
+    for a row without a digest, which is from an older version.
     """
     now = digest_of(cell)
     return [p for p in PARTS if not isinstance(row.digest, Mapping) or row.digest.get(p) != now[p]]

@@ -1,15 +1,13 @@
-"""The event log: a rank's operators and communication in order, with all that their time depends on.
+"""The event log: a rank's operators and communication in order, with all facts on which their time depends.
 
-It times nothing: :mod:`measure.simulator.simulate` turns what it wrote down into seconds on a cluster.
+The log has no times: :mod:`measure.simulator.simulate` turns its program into seconds on a cluster.
 
-Streams and events that write down in a rank's program what they order.
-
-Libraries that overlap communication with computing, as torch's ``fully_shard`` does, issue copies and
+Libraries that overlap communication with computing, such as torch's ``fully_shard``, issue copies and
 collectives on streams of their own and order them by events, through the module of the device's type
 (``torch.cuda``, ``torch.cpu``). The streams of ``torch.cpu`` do nothing. While a step is logged,
-:func:`recorded_streams` puts streams and events that write down what they order in their place, so that the
-library's own calls say which stream each operator is issued on and what waits for what. They do nothing else:
-no tensor lives longer, and nothing runs in another order.
+:func:`recorded_streams` replaces them by recorded streams and events, which write the library's calls into
+the program: the stream of each operator, and the waits between streams. Recorded streams change nothing else:
+no tensor lives longer, and no operator runs in another order.
 """
 
 from __future__ import annotations
@@ -37,16 +35,16 @@ class Streams:
     """The streams of a program.
 
     Args:
-        builder: of the program; None: nothing is written down.
+        builder: writes the program; None: there is no program.
 
     Attributes:
         current: the stream on which operators are issued.
-        open: whether events are written down.
+        open: whether records and waits are written into the program.
     """
 
     def __init__(self, builder: ProgramBuilder | None):
         self._builder = builder
-        #: of streams; the first is the compute stream's
+        #: the next stream's number; the compute stream has the first
         self.numbers = count()
         self._events: WeakSet[RecordedEvent] = WeakSet()
         self.open = False
@@ -57,7 +55,7 @@ class Streams:
         self._events.add(event)
 
     def holds_points(self, first: int) -> bool:
-        """Whether a library may yet wait for an event recorded at ``first`` of the program or later."""
+        """Whether a library still holds an event that was recorded at the program's ``first`` or later."""
         return any(event.number >= first for event in self._events)
 
     def close(self) -> None:
@@ -66,7 +64,7 @@ class Streams:
 
     @contextmanager
     def issuing(self, stream: RecordedStream | None) -> Iterator[None]:
-        """Inside, events are issued on that stream; None: on the current one."""
+        """Within the context, operators are issued on ``stream``; None: on the current stream."""
         before, self.current = self.current, stream or self.current
         self._switch(before)
         try:
@@ -80,7 +78,7 @@ class Streams:
             self._builder.on_stream(self.current.number)
 
     def record(self, stream: RecordedStream) -> int:
-        """Write down the point that a stream has come to; returns its event, -1 where none is written."""
+        """Write down a record of a stream; returns the number of its event in the program, -1 if none."""
         if self._builder is None or not self.open:
             return -1
         with self.issuing(stream):
@@ -93,16 +91,16 @@ class Streams:
                 self._builder.wait(event)
 
     def join(self) -> None:
-        """Write down that the host waits until the device has done all that it was given."""
+        """Write down that the host waits until the device has done all its work."""
         if self._builder is not None and self.open:
             self._builder.host_work += JOIN
 
 
 class RecordedStream(torch.cpu.Stream):
-    """A stream, with the methods of ``torch.cuda.Stream`` that ``torch.cpu.Stream`` has.
+    """A stream that writes its records and waits into the program, in place of a ``torch.cpu.Stream``.
 
     Attributes:
-        number: of the stream in the program.
+        number: the stream's number in the program.
     """
 
     def __init__(self, streams: Streams, priority: int = -1):
@@ -114,7 +112,7 @@ class RecordedStream(torch.cpu.Stream):
         event.record(self)
         return event
 
-    # what outlives its log, as a strategy's stream of copies and FSDP's of gathers, may meet torch's own
+    # streams that outlive their log (a strategy's copy stream, FSDP's gather stream) may meet torch's own
 
     def wait_event(self, event: RecordedEvent) -> None:
         if isinstance(event, RecordedEvent):
@@ -126,10 +124,10 @@ class RecordedStream(torch.cpu.Stream):
 
 
 class RecordedEvent(torch.cpu.Event):
-    """An event, with the methods of ``torch.cuda.Event`` that ``torch.cpu.Event`` has.
+    """An event that writes its records and waits into the program, in place of a ``torch.cpu.Event``.
 
     Attributes:
-        number: of its point in the program; -1: it has no point, and nothing waits for it.
+        number: the record's event in the program; -1: the event has no record there, and no stream waits.
     """
 
     def __init__(self, streams: Streams, *_: Any, **__: Any):
@@ -145,7 +143,7 @@ class RecordedEvent(torch.cpu.Event):
 
 @contextmanager
 def recorded_streams(streams: Streams) -> Iterator[None]:
-    """Inside, ``streams`` supplies the streams and events of ``torch.cpu``."""
+    """Within the context, ``streams`` supplies the streams and events of ``torch.cpu``."""
     assert streams.current.number == COMPUTE_STREAM
     ours = {
         "Stream": partial(RecordedStream, streams),
@@ -163,11 +161,11 @@ _WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
 class PostedWork(dist.Work):
-    """Stands for a communication that has been posted; says when it is waited for.
+    """The ``dist.Work`` of a posted communication, which reports each wait.
 
     Args:
         waited: called with ``event`` at each wait.
-        event: the index of the communication in the program; -1: it is not in it.
+        event: the index of the communication in the program; -1: the program does not have it.
     """
 
     def __init__(self, waited: Callable[[int], None], event: int):
@@ -183,7 +181,7 @@ class PostedWork(dist.Work):
 
 
 class EventLog(Meter):
-    """Writes down the program of the rank it watches, from the first phase on.
+    """Writes down the program of this rank, from the first phase on.
 
     Args:
         mesh: the device mesh.
@@ -199,22 +197,22 @@ class EventLog(Meter):
         self.rank = mesh.get_rank()
         self.builder = ProgramBuilder(mesh.shape)
         self._pipeline = (mesh.mesh_dim_names or ()).index("pp")
-        #: on which operators are issued, see :mod:`measure.trace.event_log`
+        #: the streams on which operators are issued
         self.streams = Streams(self.builder)
         self._groups: dict[str, tuple[list[int], Group]] = {}
-        #: how far away each peer is along the axes of the mesh, by its global rank
+        #: the distance to each peer along the axes of the mesh, by the peer's global rank
         self._offsets: dict[int, tuple[int, ...]] = {}
-        # C++ holds only the C++ half of a Work: without this its wait would find no Python to call
+        # C++ holds only the C++ half of a Work, so this list keeps the Python half, which has ``wait``
         self._works: list[PostedWork] = []
-        #: the event of each functional collective that has not been waited for, by its result's storage
+        #: the event of each functional collective without a wait so far, by the key of its result's storage
         self._functional: dict[int, int] = {}
         self.running = False
-        #: of the last operator that was called, see :func:`backward_node`
+        #: the :func:`backward_node` that called the last operator
         self._node: int | None = None
 
     @contextmanager
     def counted_modules(self) -> Iterator[None]:
-        """Inside, calls of modules are counted as the host's work."""
+        """Within the context, calls of modules are counted as the host's work."""
         builder, call = self.builder, nn.Module.__call__
 
         def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +224,7 @@ class EventLog(Meter):
             yield
 
     def count_node(self) -> None:
-        """Note, before an operator is written down, whether a further node of autograd has called it."""
+        """Count an autograd node as the host's work if the operator to be written comes from a new node."""
         node = backward_node()
         if node != self._node:
             self._node = node
@@ -238,13 +236,13 @@ class EventLog(Meter):
         self.builder.phase(name)
 
     def program(self) -> Program:
-        """The program of all events so far; works in flight are forgotten, as they keep the meter alive."""
+        """The program of all events so far. Works in flight are dropped, since they keep the meter alive."""
         self._works.clear()
         self.streams.close()
         return self.builder.program()
 
     def renumber_posts(self, first: int, by: int) -> None:
-        """Note that what was posted as event ``first`` or later now has a number larger by ``by``."""
+        """Add ``by`` to the event numbers of communication that was posted as event ``first`` or later."""
         for work in reversed(self._works):  # in the order of their events
             if work.event < first:
                 break
@@ -271,7 +269,7 @@ class EventLog(Meter):
         builder.add_kernel((KERNEL, builder.named(price.name), *price.of(args, kwargs or {}, result)))
 
     def post(self, args: Sequence[Any], result: Any, communication: Communication) -> Any:
-        """Note a call that communicates; returns the operator's result with a Work that is watched."""
+        """Write down a call that communicates; returns its result, with a :class:`PostedWork` as its Work."""
         event = -1
         if self.running:
             self.count_node()

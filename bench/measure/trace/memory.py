@@ -1,12 +1,10 @@
-"""The memory meters: every storage's birth and death, on the device and in the host's memory.
+"""The memory meters: the birth and death of every storage, on the device and in the host's memory.
 
-They see tensors, not an allocator, so they count the same on fake tensors and on real ones.
+The meters see tensors, not an allocator, so they count the same on fake tensors and on real tensors.
 
-In which module's forward or backward something happens: the modules of a step, followed call by call.
-
-Autograd numbers its nodes in the order in which forward makes them. The numbers that a module's call makes
-are noted, so that in backward the number of the running node says whose it is. The step itself is
-not changed: it gets no hooks, and its graph is left as it is.
+:class:`ModuleCalls` knows in which module's forward or backward a storage is born. Autograd numbers its nodes
+in the order in which forward makes them. The numbers made in each module's call are noted, so in backward the
+number of the running node determines its module. The step gets no hooks, and its graph is not changed.
 """
 
 from __future__ import annotations
@@ -37,28 +35,28 @@ from spbench.bench.measure.trace.torch_internals import (
 )
 from spbench.impls import MAKES_ON_HOST, MAKES_PAGEABLE, flash_attention_backward, inside_backward, workspace
 
-#: of accumulations of gradients, which all have one number; those of other nodes are smaller
+#: a bound between the numbers of autograd's nodes and the one number of all accumulations of gradients
 _MOST_NODES = 2**62
 
 
 class ModuleCalls:
-    """The modules that are being called.
+    """The modules that are running, by which each storage gets the place where it was made.
 
     Attributes:
-        names: the paths of modules by the numbers of their places, with * for the numbers of layers, so that
-            layers have one place, and pipeline stages the same ones; the first is "": none.
+        names: the path of each place's module, with * for the number of a layer, so that all layers share
+            places, and all pipeline stages too; the first place is "", no module.
     """
 
     def __init__(self) -> None:
         self.names = [""]
         self._places: dict[int, int] = {}
         self._running = [0]
-        #: the first node of autograd made at a place, ascending, and that place
+        #: the number of the first autograd node made at each change of place, ascending; and the places
         self._nodes, self._places_of_nodes = [0], [0]
 
     def place(self) -> int:
-        """The number of the module that runs now: the innermost one whose forward runs, or whose forward made
-        the node of autograd that runs; 0: none."""
+        """The place of the innermost module whose forward runs, or whose forward made the autograd node that
+        runs now; 0: no module."""
         if len(self._running) > 1:
             return self._running[-1]
         node = backward_node()
@@ -68,7 +66,7 @@ class ModuleCalls:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside, calls of modules are noted."""
+        """Within the context, calls of modules are noted."""
         call = nn.Module.__call__
 
         def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +86,7 @@ class ModuleCalls:
         self._places_of_nodes.append(self._running[-1])
 
     def _place_of(self, module: nn.Module) -> int:
-        """The place of a module; one that is not known yet is the root of its own paths."""
+        """The place of a module; a module not seen before becomes the root of its children's paths."""
         if id(module) not in self._places:
             for path, each in module.named_modules():
                 name = re.sub(r"\d+", "*", path) or type(each).__name__
@@ -98,22 +96,22 @@ class ModuleCalls:
         return self._places[id(module)]
 
 
-#: the tag of storages of the host that are not pinned
+#: the tag of storages in the host's memory that are not pinned
 PAGEABLE = "pageable"
 
-#: collectives whose operators of c10d fill their first argument, made for that, from other ranks
+#: collectives whose c10d operators fill their first argument, a buffer, with other ranks' data
 _FILLED_FROM_OTHERS = ("recv", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @cache
 def _library(func: Any) -> str | None:
-    """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
+    """The library, by its name in a cluster's file, that does an operator's matmul; None: no matmul."""
     return workspace(schema_of(func).name.split("::")[1])
 
 
 @cache
 def makes_on_host(func: Any) -> bool:
-    """Whether what an operator returns is in the host's memory, of whichever device its tensors are."""
+    """Whether an operator's result is in the host's memory, whatever device its tensors name."""
     return bool(func.namespace == "spbench" and schema_of(func).name.split("::")[1] in MAKES_ON_HOST)
 
 
@@ -128,11 +126,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 class MemoryMeter(Meter):
     """Records the storages of the tensors that operators return, from their birth to their death. Only
-    tensors on the mesh's device (the CPU without a mesh) count: what is drawn elsewhere takes none of it.
+    tensors on the mesh's device (the CPU without a mesh) count.
 
     Args:
-        elsewhere: knows storages that are not on the device, whatever their tensors say.
-        streams: says on which stream a storage is made; None: there is one.
+        elsewhere: the meter of storages that are not on the device, although their tensors name the device.
+        streams: gives the current stream, on which a storage is made; None: there is only one stream.
     """
 
     name = "memory"
@@ -146,12 +144,12 @@ class MemoryMeter(Meter):
     ):
         super().__init__(mesh)
         self._elsewhere, self._streams = elsewhere, streams
-        #: the kernel of attention that is played, a word of ``model_options.attention``
+        #: the attention kernel whose buffers are counted, a word of ``model_options.attention``
         self.attention = ""
         self.modules, self.device = ModuleCalls(), "cpu" if mesh is None else mesh.device_type
         self.log = MemoryLog(place_names=self.modules.names)
         self._numbers: dict[int, int] = {}
-        #: the library of each workspace that is there, and whether it is that of autograd's thread
+        #: (library, whether it is that of autograd's thread) of each workspace that has been made
         self._workspaces: set[tuple[str, bool]] = set()
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -159,7 +157,7 @@ class MemoryMeter(Meter):
         self.log.marks.append((name, len(self.log.events)))
 
     def end_step(self) -> None:
-        """A traced step has ended."""
+        """Note that a traced step has ended."""
         self.log.ends.append(len(self.log.events))
 
     def see(self, call: Call) -> None:
@@ -169,7 +167,7 @@ class MemoryMeter(Meter):
         self.note_inside(call.func, call.args)
 
     def note_inside(self, func: Any, args: Sequence[Any]) -> None:
-        """Note what an operator that has run allocated beside its results, on a card."""
+        """Note the storages that an operator, which has run, would allocate inside its kernel on a card."""
         if func is flash_attention_backward:
             _, q, k, v, *_ = args
             inside = inside_backward(self.attention, q.shape, k.shape, q.itemsize, v.shape[3])
@@ -179,8 +177,8 @@ class MemoryMeter(Meter):
         self.note_workspace(func)
 
     def note_workspace(self, func: Any) -> None:
-        """Note the workspace that a library's first matmul allocates and keeps. torch has one
-        for cuBLAS in each thread: that of the forward pass, and that of autograd with its recomputations."""
+        """Note the workspace that a library's first matmul allocates and keeps. For cuBLAS, torch has one in
+        each thread: the thread of the forward pass, and autograd's thread with its recomputations."""
         library = _library(func)
         if library is None:
             return
@@ -203,8 +201,8 @@ class MemoryMeter(Meter):
             self.tag(_tensors_in(call.result), "communication_buffers", keep=True)
 
     def note(self, tensor: Tensor) -> None:
-        """Note the storage of a tensor, if it is new; of a DTensor that of its local part, for its own is as
-        large as the whole and holds nothing."""
+        """Note a tensor's storage, if it is new. For a DTensor, note its local part's storage, because the
+        DTensor's own storage has the size of the whole tensor and holds nothing."""
         while is_traceable_wrapper_subclass(tensor):
             tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         storage = tensor.untyped_storage()
@@ -215,7 +213,7 @@ class MemoryMeter(Meter):
         self.set_number(storage, self._born(storage.nbytes()))
 
     def _born(self, nbytes: int) -> int:
-        """The number of a storage that is made now."""
+        """Write the birth of a storage of ``nbytes`` into the log; returns the storage's number."""
         log, number = self.log, len(self.log.sizes)
         log.sizes.append(nbytes)
         log.places.append(self.modules.place())
@@ -224,11 +222,11 @@ class MemoryMeter(Meter):
         return number
 
     def number(self, storage: torch.UntypedStorage) -> int | None:
-        """The number of a living storage; None: it is not known."""
+        """The number of a living storage in the log; None: the log does not have the storage."""
         return self._numbers.get(storage_key(storage))
 
     def set_number(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Note that a storage whose birth is in the log has that number."""
+        """Give ``number`` to a storage whose birth is in the log, and note its death when it comes."""
         key = storage_key(storage)
         self._numbers[key] = number
         if key in self._watches:
@@ -241,7 +239,7 @@ class MemoryMeter(Meter):
         self._watches[key] = weakref.ref(storage, dies)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has been given another size: the old one dies, and a new one is born."""
+        """Note that a storage has another size now, as the death of one storage and the birth of another."""
         log, old = self.log, self.number(storage)
         if old is None or log.sizes[old] == storage.nbytes():
             return
@@ -251,27 +249,27 @@ class MemoryMeter(Meter):
             log.tags[new] = log.tags[old]
 
     def tag(self, tensors: Iterable[Tensor], category: str, *, keep: bool = False) -> None:
-        """Say what holds these tensors' storages; with ``keep`` an earlier tag stays."""
+        """Tag the storages of tensors with a category of memory; with ``keep`` an earlier tag stays."""
         for tensor in tensors:
             number = self.number(tensor.untyped_storage())
             if number is not None and not (keep and number in self.log.tags):
                 self.log.tags[number] = category
 
     def renumber(self, first: int, by: int) -> None:
-        """Note that the living storages of number ``first`` or later now have numbers larger by ``by``."""
+        """Add ``by`` to the numbers of living storages with the number ``first`` or a larger one."""
         for storage, number in self._numbers.items():
             if number >= first:
                 self._numbers[storage] = number + by
 
     def stop(self) -> MemoryLog:
-        """End the record; later deaths are not noted."""
+        """End the recording and return the log; later deaths are not noted."""
         self._watches.clear()
         return self.log.with_ordered_deaths()
 
 
 class HostMemoryMeter(MemoryMeter):
-    """Records the storages that operators make in the host's memory, which are on no device; those that are
-    not pinned have the tag PAGEABLE."""
+    """Records the storages that operators make in the host's memory. Storages that are not pinned get the tag
+    PAGEABLE."""
 
     name = "host_memory"
 
@@ -285,6 +283,6 @@ class HostMemoryMeter(MemoryMeter):
             self.tag_made(call.func, call.result)
 
     def tag_made(self, func: Any, made: Tensor) -> None:
-        """Say of a noted tensor whether the operator that made it pins memory."""
+        """Tag a noted tensor as PAGEABLE if the operator that made it does not pin memory."""
         if schema_of(func).name.split("::")[1] in MAKES_PAGEABLE:
             self.tag([made], PAGEABLE)

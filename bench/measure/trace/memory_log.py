@@ -1,4 +1,4 @@
-"""The log of a rank's memory, births and deaths of storages in order, and what they add up to.
+"""The log of a rank's memory (births and deaths of storages in order), and the peaks of live bytes.
 
 :mod:`measure.memory.allocator` has the blocks that a card's allocator gives out for the same events.
 """
@@ -16,31 +16,31 @@ import numpy as np
 from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.trace.torch_internals import beyond_64_bits
 
-#: what a storage holds
+#: the categories of memory, by the tensors that a storage holds
 CATEGORIES = (
     *("parameters", "gradients", "optimizer_state", "inputs", "activations"),
     *("communication_buffers", "workspaces", "temporaries"),
 )
-#: what comes before the first traced step, where a phase is named
+#: the name of the time before the first traced step, in place of a phase
 SET_UP = "set-up"
 
 
 @dataclass
 class MemoryLog:
-    """What happened, in order.
+    """The births and deaths of a rank's storages, in order.
 
     Attributes:
         sizes: bytes of each storage, by its number.
-        events: number + 1 where a storage is born, -(number + 1) where it dies.
+        events: number + 1 for the birth of a storage, -(number + 1) for its death.
         marks: (phase, index of its first event) in order.
-        tags: the category of storages that are known from outside.
-        ends: the first event after each traced step, in order; empty: the log is of one step, to its end.
-        workspaces: the libraries' workspaces among the storages, by their names in a cluster's file. Their
-            size is that of the library on a card, see :meth:`with_workspaces`; until then it is 0.
-        places: of each storage, the number in ``place_names`` of the module in whose forward or backward it
-            was made (see :class:`ModuleCalls`); empty: not known.
-        streams: of each storage, the stream on which it was made, 0 the compute stream (see
-            :class:`Streams`); empty: all are of that.
+        tags: by storage, its category, if the engine or a meter has set it.
+        ends: the first event after each traced step, in order; empty: the log has one step, to its end.
+        workspaces: by storage that is a library's workspace, the library's name in a cluster's file. The
+            bytes of workspaces depend on the card (:meth:`with_workspaces`); until then they are 0.
+        places: for each storage, the index in ``place_names`` of the module in whose forward or backward the
+            storage was made (see :class:`ModuleCalls`); empty: not known.
+        streams: for each storage, the stream on which it was made, 0 for the compute stream (see
+            :class:`Streams`); empty: all storages are of the compute stream.
     """
 
     sizes: list[int] = field(default_factory=list)
@@ -54,16 +54,16 @@ class MemoryLog:
     place_names: list[str] = field(default_factory=list, compare=False)
 
     def with_workspaces(self, nbytes: Mapping[str, int]) -> MemoryLog:
-        """The same log, in which each workspace has the size given for its name; one without a size has 0."""
+        """The same log, in which each workspace has the bytes of its library in ``nbytes``, or else 0."""
         sizes = [*self.sizes]
         for number, name in self.workspaces.items():
             sizes[number] = nbytes.get(name, 0)
         return replace(self, sizes=sizes)
 
     def with_ordered_deaths(self) -> MemoryLog:
-        """The same log, in which storages that die one after another die in the order of their births.
-        Storages that are released at once, as autograd's graph, die in an order that depends on addresses and
-        on how many they are. The order makes no difference to what is alive afterwards."""
+        """The same log, in which consecutive deaths are in the order of the births. Storages that are
+        released at once, such as those of autograd's graph, die in an order that depends on addresses. The
+        order makes no difference to the storages that are alive afterwards."""
         events = np.asarray(self.events, dtype=np.int64)
         dies = events < 0
         follows = np.zeros(len(events) + 1, dtype=bool)
@@ -73,17 +73,17 @@ class MemoryLog:
         return replace(self, events=events[np.lexsort((-events, run))].tolist())
 
     def signed_bytes(self) -> np.ndarray:
-        """[events]: by how many bytes, in whole granules, each event changes what is allocated."""
+        """[events]: the bytes, in whole granules, that each event adds to (or takes from) the live bytes."""
         events = np.asarray(self.events, dtype=np.int64)
         return np.sign(events) * rounded(np.asarray(self.sizes, dtype=np.int64))[np.abs(events) - 1]
 
     def spans(self) -> list[tuple[str, slice]]:
-        """The phases in order, each with its events; forward and backward once a micro-batch."""
+        """(phase, slice of its events), in order; forward and backward occur once for each micro-batch."""
         starts = [*(start for _, start in self.marks), len(self.events)]
         return [(name, slice(start, end)) for (name, start), end in zip(self.marks, starts[1:], strict=True)]
 
     def phase_ends(self) -> list[dict[str, int]]:
-        """For each traced step, the first event after the last of its phases of each name."""
+        """For each traced step, by the name of a phase, the first event after the last phase of that name."""
         ends: list[dict[str, int]] = [{} for _ in self.step_ends]
         for name, span in self.spans():
             step = self.step_of(span.start) - 1
@@ -92,7 +92,7 @@ class MemoryLog:
 
     @property
     def step_start(self) -> int:
-        """The first event of the first traced step; what came before is set-up."""
+        """The first event of the first traced step; all earlier events belong to set-up."""
         return self.marks[0][1] if self.marks else 0
 
     @property
@@ -101,41 +101,41 @@ class MemoryLog:
         return self.ends or [len(self.events)]
 
     def without_setup(self) -> list[int]:
-        """The events as if set-up had made only the storages that it leaves alive, all at once."""
+        """The events without the births and deaths of storages that set-up makes and frees."""
         dead = {-event for event in self.events[: self.step_start] if event < 0}
         left = [event for event in self.events[: self.step_start] if event > 0 and event not in dead]
         return [*left, *self.events[self.step_start :]]
 
     def step_of(self, event: int) -> int:
-        """The number, from 1, of the traced step that an event belongs to; 0: to set-up."""
+        """The number (from 1) of the traced step to which an event belongs; 0: it belongs to set-up."""
         return 0 if event < self.step_start else bisect_right(self.step_ends[:-1], event) + 1
 
     def phase_of(self, event: int) -> str:
-        """The phase that an event belongs to; SET_UP: it is before the first."""
+        """The name of the phase to which an event belongs; SET_UP: the event is before the first phase."""
         return next((name for name, first in reversed(self.marks) if first <= event), SET_UP)
 
     def peak(self) -> Peak:
-        """The largest sum of live bytes over the traced steps, in whole granules: what an allocator that
-        splits every block would count."""
+        """The peak of live bytes over the traced steps, in whole granules, as an allocator that splits every
+        block would count it."""
         return max(self.peaks(rounded(np.asarray(self.sizes, dtype=np.int64))), key=lambda peak: peak.nbytes)
 
     def peaks(self, nbytes: Sequence[int] | np.ndarray) -> list[Peak]:
-        """For each traced step, the largest sum of live bytes, when it was, and what held it; arguments and
-        errors as of :meth:`levels`."""
+        """For each traced step, the peak of live bytes, with its phase and its bytes by category; arguments
+        and errors as of :meth:`levels`."""
         return self.levels(nbytes).steps
 
     def levels(self, nbytes: Sequence[int] | np.ndarray) -> Levels:
-        """The bytes that are live, and their peaks.
+        """The live bytes after each event, and the peaks of set-up and of each traced step.
 
         Args:
-            nbytes: the size of each storage, by its number, as an allocator counts it.
+            nbytes: the bytes of each storage, by its number, as an allocator counts them.
 
         Raises:
-            Unsupported: a sum does not fit in 64 bits.
+            Unsupported: a sum of bytes does not fit in 64 bits.
         """
         events, nbytes = np.asarray(self.events, dtype=np.int64), np.asarray(nbytes, dtype=np.int64)
         live: np.ndarray = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
-        if live.min(initial=0) < 0:  # where it goes beyond, it goes on from below
+        if live.min(initial=0) < 0:  # a sum beyond 64 bits wraps to negative numbers
             raise beyond_64_bits("what is alive at once has")
         categories = self._categories(events)
         peaks: list[Peak] = []
@@ -153,13 +153,13 @@ class MemoryLog:
         return Levels(live, peaks[0], peaks[1:])
 
     def categories(self) -> list[str]:
-        """The category of each storage: its tag; else activation if forward made it and left it alive; else
-        temporary."""
+        """The category of each storage: its tag; else "activations" if a forward made the storage and left it
+        alive; else "temporaries"."""
         numbers = self._categories(np.asarray(self.events, dtype=np.int64)).tolist()
         return [CATEGORIES[n] for n in numbers]
 
     def _categories(self, events: np.ndarray) -> np.ndarray:
-        """[storages]: the places of :meth:`categories` in :data:`CATEGORIES`."""
+        """[storages]: :meth:`categories` as indices into :data:`CATEGORIES`."""
         kept = np.zeros(len(self.sizes), dtype=bool)
         for name, span in self.spans():
             if name == "forward":
@@ -176,7 +176,7 @@ class MemoryLog:
 
 @dataclass(frozen=True)
 class Peak:
-    """The memory of a step, or of set-up.
+    """The peak of live bytes of a step, or of set-up.
 
     Attributes:
         nbytes: the largest sum of live bytes.
@@ -192,10 +192,10 @@ class Peak:
 
 
 class Levels(NamedTuple):
-    """The bytes of a log.
+    """The live bytes of a log.
 
     Attributes:
-        live: [events]: those that are live after each.
+        live: [events]: the live bytes after each event.
         setup, steps: the peaks of set-up, and of each traced step.
     """
 

@@ -1,11 +1,10 @@
-"""What a meter is: something that watches a step through the recorder, and has a say in the result row.
+"""Meters, which watch the operators of a step through the recorder and add to the result row; and the
+communication meter, which counts each collective and point-to-point operation, by phase, with its bytes.
 
-A meter is found by being there: a class derived from :class:`Meter`, with a name, in a module of this
-package. A scenario asks for it by name (``meters: [NAME]``); what it found stands in the row under
-``measurement.meters.NAME``. Memory and communication are metered in every cell. If several steps
-are traced (``training.steps``), meters see the last one, but for the meter of memory, which sees all.
-
-The communication meter: each collective and point-to-point operation, by phase, with its bytes.
+spbench finds a meter by its class: a class derived from :class:`Meter`, with a name, in a module of this
+package. A scenario asks for a meter by name (``meters: [NAME]``), and the meter's results are in the row
+under ``measurement.meters.NAME``. Memory and communication are metered in every cell. If several steps are
+traced (``training.steps``), meters see only the last step, but memory meters see all steps.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Communication:
 
     Attributes:
         collective: a key of :data:`WIRE_SHARE`.
-        payload_bytes: of the whole tensor, as :data:`WIRE_SHARE` defines it for the collective.
+        payload_bytes: bytes of the whole tensor, as :data:`WIRE_SHARE` defines it for the collective.
         group: the ranks that take part.
-        returns_new: the operator returns new tensors (functional collectives); else it fills its arguments.
+        returns_new: whether the operator returns new tensors (functional collectives) or fills its arguments.
     """
 
     collective: str
@@ -47,7 +46,7 @@ class Call(NamedTuple):
 
     Attributes:
         func: a ``torch._ops.OpOverload``.
-        communication: what it communicates; None where it does not.
+        communication: the communication of the call; None for a call that does not communicate.
     """
 
     func: Any
@@ -64,23 +63,23 @@ class Meter:
         mesh: the device mesh of the cell, as this rank sees it; None for a rank alone.
     """
 
-    #: how scenarios name it, and the key of what it found in a row
+    #: the meter's name in scenarios, and the key of its results in a row
     name: ClassVar[str]
-    #: whether every recorder has it, so that no scenario asks for it
+    #: whether every recorder has the meter, so that no scenario asks for it
     always: ClassVar[bool] = False
 
     def __init__(self, mesh: DeviceMesh | None):
         self.mesh = mesh
 
     def phase(self, name: str) -> None:
-        """A phase of the step begins: forward, backward, gradient_sync or optimizer."""
+        """Called when a phase of the step begins: forward, backward, gradient_sync or optimizer."""
 
     def see(self, call: Call) -> None:
-        """An operator has been called. Also called before the first phase, while the model and its inputs are
-        made."""
+        """Called after each call of an operator, also before the first phase, while the model and its inputs
+        are made."""
 
     def found(self) -> Mapping[str, Any]:
-        """What the meter adds to the result row: plain data, units in the names."""
+        """The meter's results for the result row: plain data by name, with units in the names."""
         return {}
 
 
@@ -102,8 +101,8 @@ def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
     return [classes[name] for name in names]
 
 
-#: collective -> the operators of c10d that are one. The payload, the whole tensor of WIRE_SHARE in
-#: spbench.impls.traffic, is the second argument of those that are given parts, and the first of others
+#: collective -> its operators in c10d. The payload, the whole tensor of WIRE_SHARE in spbench.impls.traffic,
+#: is the second argument of collectives in _GIVEN_PARTS, and the first argument of the others
 _C10D = {
     "send": ("send",),
     "recv": ("recv_",),
@@ -117,8 +116,8 @@ _C10D = {
 }
 _GIVEN_PARTS = ("reduce_scatter", "all_to_all")
 
-#: collective -> the functional operators, which DTensor and torch.compile use. Their last positional argument
-#: is the group, and they return new tensors; the payload is their first argument, in a gather a part of it
+#: collective -> its functional operators, which DTensor and torch.compile use. The last positional argument
+#: is the group, the results are new tensors; the payload is the first argument, in a gather only one part
 _FUNCTIONAL = {
     "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
     "broadcast": ("broadcast", "broadcast_"),
@@ -136,12 +135,12 @@ _COLLECTIVES = {
     for operator in operators
 }
 
-#: where operators that communicate live
+#: the namespaces of operators that communicate
 _NAMESPACES = frozenset(
     {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
 )
-#: operators there that send nothing: the wait for a functional collective, and what it returns wrapped for
-#: autograd
+#: operators in these namespaces that send nothing: the wait for a functional collective, and a wrapper of the
+#: result for autograd
 _SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
 
 
@@ -154,7 +153,7 @@ def communication_of(operator: OpOverload, args: Sequence[Any]) -> Communication
     """The communication of an operator's call; None for a call that does not communicate.
 
     Raises:
-        NotImplementedError: an operator whose bytes are not known, so that nothing is passed over.
+        NotImplementedError: the bytes of a communicating operator are not known, so they cannot be counted.
     """
     if not communicates(operator) or (name := schema_of(operator).name) in _SILENT:
         return None
@@ -169,7 +168,7 @@ def communication_of(operator: OpOverload, args: Sequence[Any]) -> Communication
 
 
 def _group_named(group: Any) -> dist.ProcessGroup:
-    """The group of a functional collective: older releases of torch pass its name."""
+    """The process group of a functional collective; ``group`` is its name in older releases of torch."""
     if isinstance(group, str):
         return group_named(group)  # type: ignore[arg-type]  # a NewType of str
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
@@ -177,7 +176,7 @@ def _group_named(group: Any) -> dist.ProcessGroup:
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of operation of a step."""
+    """A kind of communication in a step: operations of one kind have equal bytes in equal groups."""
 
     phase: str
     collective: str
@@ -187,7 +186,7 @@ class Operation:
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a rank sends for one such operation, by the ring algorithms."""
+        """The bytes that a rank sends for one operation of this kind, by the ring algorithms."""
         return wire_bytes(self.collective, self.payload_bytes, self.group_size)
 
 
@@ -200,7 +199,7 @@ def group_axes(mesh: DeviceMesh | None) -> dict[str, str]:
 
 
 class CommunicationMeter(Meter):
-    """Counts operations of each kind.
+    """Counts the communication of a step, by kind of operation.
 
     Args:
         axes: the mesh axis of each process group, by the group's name.
@@ -213,11 +212,11 @@ class CommunicationMeter(Meter):
         self.axes = dict(axes)
         self.current_phase = "setup"
         self.counts: Counter[Operation] = Counter()
-        #: what was counted, in order
+        #: the operations, in order
         self.calls: list[Operation] = []
 
     def with_counts(self, counts: Mapping[Operation, int]) -> CommunicationMeter:
-        """A meter of the same groups that has counted other operations."""
+        """A meter of the same process groups with other counts."""
         other = CommunicationMeter(self.axes)
         other.current_phase = self.current_phase
         other.counts.update(counts)
@@ -275,5 +274,5 @@ class CommunicationMeter(Meter):
 
 
 def as_number(value: Fraction) -> int | float:
-    """A whole number of bytes as int; else (a mean over ranks) as float."""
+    """A number of bytes: an int if it is whole, else (a mean over ranks) a float."""
     return value.numerator if value.denominator == 1 else float(value)

@@ -1,9 +1,9 @@
-"""What a call of an operator costs: the bytes it reads and writes, and the floating-point operations it does.
+"""The cost of a call of an operator: the bytes that the call reads and writes, and its FLOPs.
 
-Most operators take as long as their memory traffic: each argument is read once, each result written once. The
-tables below name the exceptions. An operator that is in no table, and that torch does not tag as one that
-streams, may cost anything: it is priced by its bytes too, but :attr:`Price.known` is false, and the result
-row says so (``unpriced_operators``).
+Most operators stream: they take as long as their memory traffic, in which each argument is read once and each
+result written once. The tables below name the exceptions. The cost of an operator that is in no table, and
+that torch does not tag as streaming, is not known: the operator is priced by its bytes too, but
+:attr:`Price.known` is false, and the result row names the operator (``unpriced_operators``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MATMULS = {
     **dict.fromkeys(("addmm", "baddbmm", "addmm_", "baddbmm_"), 1),
     **dict.fromkeys((f"{of}accumulate_mm_" for of in ("", "te_", "fp8_", "te_fp8_")), 1),
 }
-#: operators that move no data of their own, beside views: they make room, pass a tensor on, or are sent
+#: operators that move no data, in addition to views: they allocate, pass a tensor on, or belong to a transfer
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
     "_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "resize_", "set_", "_local_scalar_dense",
@@ -61,10 +61,10 @@ _OVERWRITING = {
     "copy_", "host_copy_", "_foreach_copy_", "zero_", "fill_",
     "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
 }  # fmt: skip
-#: operators that copy the tensors of their first argument into a part of the second, which they return: they
-#: read and write the bytes of the first
+#: operators that copy the tensors of their first argument into a part of the second argument, and return it:
+#: they read and write the bytes of the first argument
 _COPIES_INTO = {"all_gather_copy_in"}
-#: operators that read only the rows that an index names: they move what they return, twice, and the index
+#: operators that read only the rows that an index names: they move twice the result's bytes, and the index
 _LOOKUPS = {"embedding", "gather", "index_select"}
 
 #: tags of operators that stream
@@ -98,8 +98,8 @@ def _whole_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, 
     return backward_flops(q.shape, k.shape, v.shape, causal)
 
 
-#: FLOPs of attention over whole sequences, for torch's counter does not know the kernels of the CPU, on which
-#: fake tensors are, and counts what a causal mask leaves out, which no flash attention computes
+#: FLOPs of attention over whole sequences. torch's counter does not know the CPU's kernels, which fake
+#: tensors use, and it counts the scores that a causal mask hides, which flash attention does not compute
 _ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _whole_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _whole_backward,
@@ -107,9 +107,9 @@ _ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
 
 
 def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, int]:
-    """(B x Z, queries, keys, A) of a call of attention without scores, from its q [B, Z, M, A], k and
-    v [B, G, L, A], which a gradient stands before. Where v has another head size, A is the size at which all
-    matmuls of the call would have its FLOPs, rounded down."""
+    """(B x Z, queries, keys, A) of a call of an attention kernel that stores no scores, from its q
+    [B, Z, M, A], k and v [B, G, L, A]; in a backward a gradient comes before q. If v has another head size, A
+    is the one head size at which the call's matmuls would have the same FLOPs, rounded down."""
     backward = name.endswith("_backward")
     q, k, v = arguments[1:4] if backward else arguments[:3]
     a = (3 * q.shape[3] + 2 * v.shape[3]) // 5 if backward else (q.shape[3] + v.shape[3]) // 2
@@ -120,19 +120,19 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
 
 
 def _grouped_flops(args: Sequence[Any]) -> int:
-    """FLOPs of the matmuls of all experts, as many as of one matmul of all rows: from rows [R, k] and weights
-    [k, n], stacked or in a list, or from d_y [R, n] and rows [R, k]."""
+    """The FLOPs of the matmuls of all experts, which equal those of one matmul of all rows: from rows [R, k]
+    and weights [k, n], stacked or in a list, or from d_y [R, n] and rows [R, k]."""
     rows, other = args[0], args[1]
     columns = (other if isinstance(other, Tensor) else other[0]).shape[-1]
     return 2 * rows.numel() * int(columns)
 
 
 class Price:
-    """How to price calls of one operator, from its schema.
+    """The price of one operator's calls, worked out from its schema.
 
     Attributes:
         free: whether calls cost nothing.
-        known: whether the operator is in a table of this module, or of a kind that is known to stream.
+        known: whether the operator is in a table of this module, or is known to stream.
     """
 
     def __init__(self, func: Any):
@@ -145,7 +145,7 @@ class Price:
             a is None and "Tensor" in str(r.type) for a, r in zip(aliases, schema.returns, strict=True)
         )
         self.free = name in _FREE or is_view or not (writes or makes)
-        #: times that the bytes of the results are moved, and those of each argument
+        #: how many times the bytes of the results, and of each argument below, are moved
         self._returned = 1 if makes else 0
         weights = {a.name: _weight(a, name) for a in schema.arguments}
         self._keywords = {a.name: weights[a.name] for a in schema.arguments if a.kwarg_only}
@@ -155,7 +155,7 @@ class Price:
         elif name in _COPIES_INTO:
             self._positional[:2], self._returned = [2, 0], 0
         elif name in OVER_HOST_LINK:
-            self._positional = [0, 1]  # what is read, once over the link
+            self._positional = [0, 1]  # the bytes of the source, once over the link
         elif name == "scatter_add_":
             # self [..., V] is touched only where the index points: read, add, write
             self._positional[0], self._positional[3] = 0, 3
@@ -175,7 +175,7 @@ class Price:
             self.free
             or max(self._matmul, self._grouped) >= 0
             or self._formula is not None
-            or func.namespace == "spbench"  # a kernel of ours that multiplies matrices has a formula
+            or func.namespace == "spbench"  # a kernel of spbench with matmuls has a formula
             or name in _STREAMING
             or name.startswith(_STREAMING_FAMILIES)
             or not _STREAMING_TAGS.isdisjoint(func.tags)
@@ -184,8 +184,8 @@ class Price:
     def of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> tuple[int, int, int, int, tuple[int, int, int, int], int, int]:
-        """The category, bytes, FLOPs, precision and shape of one call, and a matmul's strided elements and
-        alignment, as :class:`Program` has them."""
+        """(category, bytes, FLOPs, precision, shape, strided elements, alignment) of one call, in the terms
+        of :class:`Program`; the last two are those of a matmul."""
         nbytes, precision = 0, _OTHER
         for value, weight in zip(args, self._positional, strict=False):
             if isinstance(value, Tensor):
@@ -230,14 +230,14 @@ def price_of(func: Any) -> Price:
 
 
 def _weight(argument: Any, operator: str) -> int:
-    """How many times the bytes of an argument are moved: twice if it is read and written."""
+    """How many times the bytes of an argument are moved: 2 if it is read and written, else 1."""
     info = argument.alias_info
     read_and_written = info is not None and info.is_write and argument.name != "out"
     return 2 if read_and_written and operator not in _OVERWRITING else 1
 
 
 def nbytes_of(value: Any) -> int:
-    """Bytes of a tensor, or of all tensors in nested lists and tuples."""
+    """The bytes of a tensor, or of all tensors in nested lists and tuples; 0 for other values."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, (tuple, list)):
@@ -246,7 +246,7 @@ def nbytes_of(value: Any) -> int:
 
 
 def _strided_elements(x: Tensor) -> int:
-    """Elements of a matrix [..., r, c] whose rows (or columns) do not follow each other without a gap."""
+    """The number of elements of a matrix [..., r, c] with gaps between its rows (or columns); 0: no gaps."""
     *_, r, c = x.shape
     *_, row, column = x.stride()
     dense = (column == 1 and row == c) or (row == 1 and column == r) or r == 1 or c == 1
@@ -254,7 +254,8 @@ def _strided_elements(x: Tensor) -> int:
 
 
 def _aligned(x: Tensor) -> int:
-    """Bytes, up to ALIGNED, of which the distance of a matrix's rows (or columns) is a multiple."""
+    """The largest power of two of bytes, up to ALIGNED, that divides the stride of a matrix's rows (or
+    columns)."""
     *_, r, c = x.shape
     *_, row, column = x.stride()
     if r == 1 or c == 1:

@@ -1,5 +1,5 @@
-"""What an operator returns on fake tensors, by the metadata of its arguments: described, and for most of them
-worked out without FakeTensorMode.
+"""Descriptions of the results of operators on fake tensors, by the metadata of their arguments; for most
+operators without FakeTensorMode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spbench.bench.measure.trace.torch_internals import (
 Path = tuple[int | str, ...]
 Key = tuple[Any, ...]
 
-#: operators that change metadata or storage of an argument, or whose result depends on values
+#: operators that change the metadata or storage of an argument, or whose results depend on values
 _UNUSUAL_TAGS = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
@@ -34,8 +34,8 @@ _UNUSUAL_TAGS = (
 _UNUSUAL = frozenset(
     {"aten::resize_", "aten::set_", "aten::lift_fresh", "aten::lift", "aten::_local_scalar_dense"}
 )
-#: operators of torch whose results lie where their arguments do, in a layout that no device chooses, beside
-#: views and what goes element by element
+#: operators of torch whose results are on their arguments' device, in a layout that no device chooses; views
+#: and elementwise operators are such operators too
 _OF_METADATA_ALONE = frozenset(
     f"aten::{name}"
     for name in (
@@ -54,8 +54,8 @@ _PLAIN_SCALARS = (
 
 @dataclass(frozen=True)
 class Made:
-    """The metadata of a result that the operator makes. ``view_of``: the argument in whose storage it lies
-    from ``offset`` on; None: it has a storage of its own, contents unknown."""
+    """The metadata of a tensor that an operator makes. ``view_of``: the argument in whose storage the tensor
+    lies from element ``offset`` on; None: the tensor has a storage of its own, contents unknown."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -68,17 +68,17 @@ class Made:
 
 @dataclass(frozen=True)
 class OperatorArgument:
-    """A result that is an argument itself (operators in place, and ``out=``)."""
+    """A result that is one of the arguments (of in-place operators, and ``out=``)."""
 
     path: Path
 
 
 @dataclass(frozen=True, eq=False)
 class Remembered:
-    """What an operator returned; one object for each key.
+    """The description of an operator's results; one object for each key.
 
     Attributes:
-        results: in order; None: it returned None.
+        results: the results, in order; None: the operator returned None.
         container: type of the returned tuple or list; None for a single tensor.
     """
 
@@ -87,8 +87,8 @@ class Remembered:
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:
-    """The key of a call: all that its results depend on. None if that may be more than the metadata of plain
-    fake tensors and the values of plain scalars."""
+    """The key of a call: all facts on which its results depend. None if the results may depend on more than
+    the metadata of plain fake tensors and the values of plain scalars."""
     key: list[Any] = [func, torch.get_default_dtype()]
     for value in args:
         if not _describe(value, key):
@@ -102,7 +102,7 @@ def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> 
 
 
 def _describe(value: Any, key: list[Any]) -> bool:
-    """Append to ``key`` all of an argument that a call depends on; returns whether that is all known."""
+    """Append to ``key`` all facts of an argument on which a call depends; False: some are unknown."""
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None or value.dtype.is_complex:
@@ -120,7 +120,8 @@ def _describe(value: Any, key: list[Any]) -> bool:
 
 
 def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Remembered | None:
-    """What to build as results of the next call with this key; None: that call must take the plain path."""
+    """The description from which the next call with the same key builds its results; None: that call must
+    take the plain path of :class:`Recorder`."""
     if communicates(func) or schema_of(func).name in _UNUSUAL:
         return None
     if any(t in func.tags for t in _UNUSUAL_TAGS) and not _by_places(func, args):
@@ -132,7 +133,7 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
 
 
 def _by_places(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a call takes elements by listed places; with a mask, the mask's values would say how many."""
+    """Whether a call selects elements by integer indices, not by a mask, whose values would matter."""
     if func is not torch.ops.aten.index.Tensor:
         return False
     return all(x is None or x.dtype in (torch.int32, torch.int64) for x in args[1])
@@ -141,10 +142,10 @@ def _by_places(func: Any, args: Sequence[Any]) -> bool:
 def _remembered(
     args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, attributes: Mapping[str, Any] | None = None
 ) -> Remembered | None:
-    """What to build again as the results of a call; None where that cannot be said.
+    """The description of a call's results; None if the results cannot be described.
 
     Args:
-        attributes: of fake tensors in place of the results, with their device; None: the results' own.
+        attributes: attributes of the fake tensors, with their device; None: those of the results.
     """
     if result is None:
         return Remembered(None, None)
@@ -174,12 +175,12 @@ def _remembered(
 def worked_out(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> Remembered | None:
-    """The results of an operator, by running it on tensors of the meta device, which takes a tenth of the
-    time of FakeTensorMode; None: the mode has to be asked.
+    """The description of an operator's results, by running the operator on the meta device, which takes a
+    tenth of the time of FakeTensorMode; None: only the mode can run the operator.
 
     Args:
-        args, kwargs: for which there is a key.
-        attributes: of tensors as the mode makes them.
+        args, kwargs: arguments for which :func:`key_of` has a key.
+        attributes: attributes of the fake tensors that the mode makes.
     """
     if not _is_of_metadata_alone(func) or makes_on_host(func):
         return None
@@ -197,9 +198,9 @@ def worked_out(
 
 
 def _is_of_metadata_alone(func: Any) -> bool:
-    """Whether the mode does nothing about an operator but run it on the meta device: ours, views, and the
-    operators of torch that a step calls most. Others may put their results elsewhere, as constructors do, or
-    choose their layout by the device, as convolutions do."""
+    """Whether FakeTensorMode only runs an operator on the meta device. This holds for spbench's operators,
+    views, and the operators of torch that a step calls most. Other operators may put their results on another
+    device, as constructors do, or choose their layout by the device, as convolutions do."""
     schema = schema_of(func)
     if func.namespace == "spbench":
         return not any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
@@ -210,7 +211,7 @@ def _is_of_metadata_alone(func: Any) -> bool:
 
 
 def _on_meta(value: Any) -> Any:
-    """An argument with each fake tensor replaced by one of the meta device in the same storage."""
+    """An argument in which each fake tensor is replaced by a meta tensor on the same storage."""
     if isinstance(value, Tensor):
         x = torch.empty(0, dtype=value.dtype, device="meta")
         return x.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
@@ -226,7 +227,7 @@ def _dense_bytes(x: Tensor) -> int:
 
 
 def _tensors(path: Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors among the arguments, with the path to each: positions in lists, names of keywords."""
+    """(path, tensor) for each tensor among the arguments; a path has positions and names of keywords."""
     items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for step, value in items:
         if isinstance(value, Tensor):

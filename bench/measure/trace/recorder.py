@@ -1,13 +1,11 @@
-"""The one observer of operators, which feeds the meters.
+"""Recorders, which see every operator and feed the meters: a plain one, and a fast one for fake tensors.
 
-A recorder for fake tensors that remembers what operators do, instead of asking FakeTensorMode again.
-
-What an operator returns on fake tensors, and what the event log writes down for it, depends only on the
-operator and on the metadata of its arguments. A training step calls few distinct ones, layer after layer, and
-each call costs FakeTensorMode some 200 us. So the first call of each takes the plain path of
-:class:`Recorder`, unless it is known otherwise what it returns (:func:`worked_out`), and later ones build the
-same results directly. Whatever is unusual (:func:`key_of` and :func:`described` say what) always takes the
-plain path. A test compares the traces event by event.
+The results of an operator on fake tensors, and its row in the event log, depend only on the operator and on
+the metadata of its arguments. A training step has few distinct calls, layer after layer, and each call costs
+FakeTensorMode some 200 us. So the fast recorder sends the first of equal calls through the plain path of
+:class:`Recorder`, unless :func:`worked_out` gives its results, and builds the results of later calls itself.
+Unusual calls (see :func:`key_of` and :func:`described`) always take the plain path. A test compares the
+traces of both recorders event by event.
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ from spbench.impls import choosing_steps, noting_work
 PRIM_DEVICE = torch.ops.prim.device.default
 BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
 _NOTHING = torch.empty(0)
-#: what has its result in another shape where it lies; of no elements FakeTensorMode, which keeps what
-#: as_strided returned inside, may put it on a storage of its own
+#: operators that return a view in another shape; FakeTensorMode may put a view without elements on a storage
+#: of its own, which is mended here
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
@@ -59,10 +57,10 @@ class Recorder(TorchDispatchMode):
 
     Args:
         mesh: the device mesh of the cell; None for a rank alone.
-        settle_s: how long to wait after a collective, in seconds.
-        events: note the order of events too, and what is waited for; on fake process groups only, whose
-            communication has ended before it began.
-        further: meters beside those of memory, communication and events.
+        settle_s: seconds to wait after a collective.
+        events: whether to record the program (events and waits) too; only on fake process groups, whose
+            communication ends at once.
+        further: meters in addition to those of memory, communication and events.
     """
 
     def __init__(
@@ -97,7 +95,7 @@ class Recorder(TorchDispatchMode):
         self._patches.__exit__(*error)
 
     def _enter_patches(self, patches: ExitStack) -> None:
-        """Put in place what is patched while the recorder is entered."""
+        """Enter the patches of torch that last while the recorder is entered."""
         if self.memory in self.meters:
             # fully_shard frees and makes room for weights by resizing their storages, which is no operator
             patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
@@ -109,7 +107,7 @@ class Recorder(TorchDispatchMode):
             patches.enter_context(noting_work(self.events.builder.work_of))
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
-        """``UntypedStorage.resize_``, noted by the memory meter too."""
+        """A version of ``UntypedStorage.resize_`` that reports to the memory meter."""
         recorder, resize = self, torch.UntypedStorage.resize_
 
         def resize_and_see(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -122,14 +120,14 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, all that happens belongs to that phase of the step."""
+        """Within the context, all operators belong to the phase ``name`` of the step."""
         for meter in self.meters:
             meter.phase(name)
         yield
 
     @contextmanager
     def step(self, *, last: bool) -> Iterator[None]:
-        """Inside is a traced step; before the ``last`` step, only the memory meters see operators."""
+        """The context of a traced step. In steps before the ``last``, only memory meters see operators."""
         of_memory: list[Meter] = [self.memory, self.host_memory]
         meters, self.meters = self.meters, self.meters if last else of_memory
         try:
@@ -141,7 +139,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, no meter sees any operator."""
+        """Within the context, no meter sees any operator."""
         self._paused = True
         try:
             yield
@@ -149,7 +147,7 @@ class Recorder(TorchDispatchMode):
             self._paused = False
 
     def found(self) -> dict[str, Mapping[str, Any]]:
-        """What the further meters found, by their names."""
+        """The results of the further meters, by the meter's name."""
         return {meter.name: meter.found() for meter in self.further}
 
     @classmethod
@@ -167,7 +165,7 @@ class Recorder(TorchDispatchMode):
         if self._unsettled:
             self._unsettled = False
             time.sleep(self.settle_s)
-        # before it runs, for one whose bytes are not known would be left under way
+        # before the call, because an operator of unknown bytes raises, and must not leave a message under way
         communication = communication_of(func, args)
         result = self._run(func, args, kwargs)
         if communication is not None:
@@ -181,7 +179,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
-            # fake ranks look at no tensor, and fake tensors take ten times as long to be not looked at
+            # fake ranks read no tensor, and a call with a plain tensor takes a tenth of the time
             with no_dispatch():
                 return func([_NOTHING], *args[1:], **kwargs)
         result = func(*args, **kwargs)
@@ -191,19 +189,19 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-#: entries hold no tensor and no mode, so they serve every trace of the process; None: always the plain path
+#: results by key; None: always the plain path. Entries hold no tensor, so all traces of a process share them
 MEMORY: dict[Key, Remembered | None] = {}
-#: a bound on the memory of a process that traces very many shapes
+#: the most entries, which bounds the memory of a process that traces very many shapes
 MOST_ENTRIES = 500_000
 _NEVER_SEEN = Remembered(None, None)
 
-#: collectives that return what they were given to fill, and their work
+#: collectives that return (the argument that they fill, their Work)
 _IN_PLACE = (
     torch.ops.c10d._allgather_base_.default,
     torch.ops.c10d._reduce_scatter_base_.default,
     torch.ops.c10d.allreduce_.default,
 )
-#: and those that return their work alone
+#: communication that returns only its Work
 _WORK_ALONE = (*BETWEEN_TWO, torch.ops.c10d.alltoall_base_.default)
 
 
@@ -213,12 +211,12 @@ def _remember(key: Key, remembered: Remembered | None) -> None:
 
 
 class FastRecorder(Recorder):
-    """As :class:`Recorder`, on fake tensors of one mode; of the steps of a ring that are alike only some are
-    run (:class:`RepeatedSteps`).
+    """A :class:`Recorder` for fake tensors of one mode, which builds results of equal calls itself, and runs
+    only some of a loop's like steps (:class:`RepeatedSteps`).
 
     Args:
-        mode: the mode that is entered around this one.
-        mesh, events: as for :class:`Recorder`. There are no further meters: these see every call.
+        mode: the FakeTensorMode that is entered around this recorder.
+        mesh, events: as for :class:`Recorder`. There are no further meters, since those must see every call.
     """
 
     def __init__(self, mode: FakeTensorMode, mesh: Any = None, events: bool = False):
@@ -226,11 +224,11 @@ class FastRecorder(Recorder):
         self.mode = mode
         with mode:
             some = torch.empty(0)
-        #: of tensors as the mode makes them
+        #: the attributes of a fake tensor of the mode
         self._attributes = {name: value for name, value in vars(some).items() if name != "fake_mode"}
-        # a transfer between fake ranks has ended before it began
+        # the Work of a transfer between fake ranks, which has always ended
         self._ended = PostedWork(lambda event: None, -1)
-        #: what the event log writes for such a call within the step; None: nothing
+        #: the event log's row for a call with these results; None: the log writes no row
         self._rows: dict[Remembered, KernelRow | None] = {}
 
     def _enter_patches(self, patches: ExitStack) -> None:
@@ -263,7 +261,7 @@ class FastRecorder(Recorder):
         return result
 
     def _count_views(self, number: int) -> None:
-        """Note views that a node of autograd would have taken."""
+        """Count ``number`` views as the host's work, which an autograd node would have taken."""
         if number and self.events is not None and self.events.running:
             self.events.count_node()
             self.events.builder.host_work += number * VIEW
@@ -271,8 +269,8 @@ class FastRecorder(Recorder):
     def _known(
         self, key: Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Remembered | None:
-        """The remembered results of such a call; None: the plain path has to work them out."""
-        remembered = MEMORY.get(key, _NEVER_SEEN)  # asked once, for long keys take long to hash
+        """The description of a call's results, by its key; None: the call must take the plain path."""
+        remembered = MEMORY.get(key, _NEVER_SEEN)  # looked up once, since long keys take long to hash
         if remembered is not _NEVER_SEEN:
             return remembered
         if (remembered := worked_out(func, args, kwargs, self._attributes)) is not None:
@@ -295,7 +293,7 @@ class FastRecorder(Recorder):
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Write into the event log the same row as for the first such call of this trace."""
+        """Write into the event log the row that the first equal call of this trace has written."""
         assert self.events is not None
         builder = self.events.builder
         if remembered in self._rows:
@@ -312,7 +310,7 @@ class FastRecorder(Recorder):
     def _build(
         self, remembered: Remembered, args: Sequence[Any], kwargs: Mapping[str, Any], meter: MemoryMeter
     ) -> Any:
-        """Make the remembered results again for these arguments; ``meter`` notes new storages."""
+        """Build results by their description, for these arguments; ``meter`` notes new storages."""
         if remembered.results is None:
             return None
         results = [self._result(each, args, kwargs, meter) for each in remembered.results]

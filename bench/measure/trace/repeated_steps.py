@@ -1,36 +1,36 @@
-"""What a trace need not do one by one: like steps of a loop, and pieces that are put together again.
+"""Two ways to trace less: like steps of a loop are not all run, and tensors are not cut into pieces.
 
-Of such steps a few are run, and the others are written down from the last of them. A ring of N ranks takes N
-steps a layer, and nearly all of them do the same: they call the same operators on the same shapes, post the
-same messages, and free what an earlier step made. So do the micro-batches of a pipeline stage once it
-alternates forward and backward. :class:`RepeatedSteps` watches what a loop of :mod:`impls.keyed_steps` writes
-into the meters, step by step. Where the last two steps have one key and wrote the same, the last one is
-written down again for each further step of that key, and the loop goes on after them.
+A few like steps of a loop are run, and the others are written down as copies of the last one. A ring of N
+ranks takes N steps a layer, and nearly all steps call the same operators on the same shapes, post the same
+messages, and free the tensors that an earlier step made. So do the micro-batches of a pipeline stage once it
+alternates forward and backward. :class:`RepeatedSteps` watches the records that a loop of
+:mod:`impls.keyed_steps` writes into the meters. If the last two steps have the same key and wrote the same
+records, the last step is written down again for each further step of that key, and the loop continues after
+them.
 
-"The same" is up to numbering: a step's storages and events follow those of the step before at a distance,
-which is the number of storages and events of one step. Two steps count as the same where
+The numbers of a step's storages and events are larger than those of the step before by a distance: the number
+of storages and events of one step. Two steps count as the same if
 
-- sizes, tags and counts are equal, births, deaths, rows and the beginnings of phases are equal at that
-  distance, and what dies or is waited for is no older than the first step of the key;
-- what lives at the end of one lives at the end of the other, at that distance, and so does what is posted and
-  not yet waited for, and no point of a stream is held. So a loop that gathers tensors is run in full, unless
-  it says in which list (:mod:`measure.trace.step_records`);
-- no other loop that began in a step outlived it, and autograd recorded nothing, whose graph would be shorter,
-  unless each step runs the backward of an earlier one.
+- sizes, tags and counts are equal; births, deaths, rows and the beginnings of phases are equal at that
+  distance; and storages that die and events that are awaited are no older than the first step of the key;
+- storages that are alive after one step are alive after the other, at that distance, and so are posts without
+  a wait; and no record of a stream is held. So a loop that gathers tensors is run in full, unless the loop
+  names the list that holds them (:mod:`measure.trace.step_records`);
+- no other loop that began in a step outlived the step, and autograd recorded no graph, unless each step runs
+  the backward of an earlier step.
 
-What a step leaves in Python objects alone is not seen, nor what it does by the number of the step. So it is
-trusted that a step depends on its key alone; a test compares the loops of each registered strategy with whole
-ones.
+The state that a step leaves only in Python objects is not seen, nor is its dependence on its number. So a
+step is assumed to depend only on its key; a test compares the loops of each registered strategy with whole
+loops.
 
-Pieces of a fake tensor that are put together again at once are not cut. torch's ``fully_shard`` gathers a
-weight that is sharded along another dim than its first, and sums its gradient, by way of its pieces: as many
-as there are ranks, put together along the other dim. On 1,024 fake ranks most of a step's time goes into
-making these. Where nothing has values, a view of the whole tensor that has the shape of the pieces side by
-side does as well: it is one view, as the cut is one, and what is copied then is as large.
+The pieces of a fake tensor that would be joined again at once are not cut. torch's ``fully_shard`` gathers a
+weight that is sharded along another dim than its first, and sums its gradient, by as many pieces as there are
+ranks. On 1,024 fake ranks most of a step's time would go into these pieces. Without values, one view of the
+whole tensor in the joined pieces' shape costs the same: the cut is one view too, and the copy is as large.
 
-Experts put the rows that they receive in another order, by as many pieces as ranks have experts together.
-There the whole is as good as its pieces: forward cuts by one operator and copies by another, backward takes
-a view of each piece, and copies.
+Experts reorder the rows that they receive, by as many pieces as all ranks have experts together. There too
+the whole tensor replaces its pieces: forward cuts by one operator and copies by another; backward takes a
+view of each piece, and copies.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from spbench.impls import Key, permutation
 
 @dataclass(eq=False)
 class _Loop:
-    """A loop that has begun and not ended. ``backward_within``: see :func:`keyed_steps`. ``whole``: each of
-    its steps must be run."""
+    """A loop that has begun and not ended. ``backward_within``: see :func:`keyed_steps`. ``whole``: whether
+    each step of the loop must be run."""
 
     backward_within: bool
     whole: bool = False
 
     def check_graph(self) -> None:
-        """Run each step where autograd records a graph over all of them."""
+        """Set ``whole`` if autograd records a graph over all steps of the loop."""
         self.whole = self.whole or (torch.is_grad_enabled() and not self.backward_within)
 
 
@@ -75,7 +75,7 @@ class RepeatedSteps:
         self._loops: list[_Loop] = []
 
     def __call__(self, size: int, key: Key, backward_within: bool, kept: list[Tensor]) -> Iterator[int]:
-        """Yield, in order, which of a loop's ``size`` steps must be run; see :func:`keyed_steps`."""
+        """Yield, in order, the numbers of a loop's ``size`` steps that must be run (:func:`keyed_steps`)."""
         loop = _Loop(backward_within)
         loop.check_graph()
         self._loops.append(loop)
@@ -98,7 +98,7 @@ class RepeatedSteps:
         return [*storages, *program, MessageRecord(self.communication)]
 
     def _settled(self, loop: _Loop, records: Sequence[StepRecord]) -> bool:
-        """Whether the step that has just ended stands for all further steps with its key."""
+        """Whether the step that has just ended can be copied for all further steps with its key."""
         began_later = self._loops[self._loops.index(loop) + 1 :]
         for other in began_later:
             other.whole = True
@@ -111,7 +111,7 @@ class RepeatedSteps:
         return all(record.repeats() for record in records)
 
     def _written_on(self, records: Sequence[StepRecord], step: int, size: int, key: Key) -> int:
-        """Write down the steps from ``step`` on with the key of the step before; returns how many."""
+        """Write down the steps from ``step`` on with the key of the step before; returns their number."""
         current, end = key(step - 1), step
         while end < size and key(end) == current:
             end += 1
@@ -127,7 +127,7 @@ class _Uncut:
         self._whole, self._number, self._dim = whole, number, dim
 
     def side_by_side(self, dim: int) -> Tensor:
-        """The pieces put together along another dim, as to the shape: the values stay in their order."""
+        """A view in the shape of the pieces put together along another dim; values stay in their order."""
         shape = [*self._whole.shape]
         shape[self._dim] //= self._number
         shape[dim] *= self._number
@@ -135,7 +135,7 @@ class _Uncut:
 
 
 class _TorchThatCutsNothing:
-    """The module torch, for one that asks for pieces only to put them together."""
+    """The module torch, for code that cuts tensors into pieces only to put the pieces together."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -150,7 +150,7 @@ class _TorchThatCutsNothing:
 
 
 class _Cut(torch.autograd.Function):
-    """Hands on the whole tensor in place of the pieces that :func:`torch.split` makes of it."""
+    """Returns the whole tensor in place of the pieces into which :func:`torch.split` would cut it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -191,11 +191,11 @@ def _reordering(views: Callable[[int], None]) -> Callable[..., Tensor]:
 
 @contextmanager
 def nothing_cut(views: Callable[[int], None]) -> Iterator[None]:
-    """Inside, neither ``fully_shard`` nor :func:`.permutation.reordered` cuts fake tensors into pieces that
-    are put together at once.
+    """Within the context, neither ``fully_shard`` nor :func:`.permutation.reordered` cuts fake tensors into
+    pieces that would be put together at once.
 
     Args:
-        views: takes a number of views that backward would have taken.
+        views: called with the number of views that backward would have taken.
     """
     with (
         replaced(fsdp_collectives(), {"torch": _TorchThatCutsNothing()}),

@@ -1,4 +1,4 @@
-"""What consecutive steps of one key have written into the meters; see
+"""The records that consecutive steps of a loop with one key write into the meters; see
 :mod:`measure.trace.repeated_steps`."""
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ Item = TypeVar("Item")
 
 
 class StepRecord(Protocol):
-    """The record of what a meter has written during consecutive steps with one key."""
+    """The record of a meter's entries during consecutive steps with one key."""
 
     def end_step(self) -> None:
         """Note that a step has ended."""
 
     def repeats(self) -> bool:
-        """Whether the last two steps wrote the same, and left the same behind."""
+        """Whether the last two steps wrote equal entries, and left equal storages or messages unfinished."""
 
     def repeat(self, times: int) -> None:
-        """Write the last step down that many times more; asked for where :meth:`repeats` is true."""
+        """Write the last step's entries ``times`` times more; called only if :meth:`repeats` is true."""
 
 
 class _Column(Generic[Item]):
-    """What the steps have appended to one list of a meter.
+    """The items that the steps have appended to one list of a meter.
 
     Args:
         items: the list, which belongs to the meter.
-        later: the same items with numbers larger by that much; None: they refer to nothing by its number.
+        later: returns copies of items in which numbers are larger by an amount; None: items have no numbers.
 
     Attributes:
-        ends: the length of the list at the start of the first step and at the end of each.
+        ends: the length of the list at the start of the first step and at the end of each step.
     """
 
     def __init__(self, items: list[Item], later: Callable[[Sequence[Item], int], list[Item]] | None = None):
@@ -56,7 +56,7 @@ class _Column(Generic[Item]):
 
     @property
     def grown(self) -> int:
-        """How many items the last step has appended."""
+        """The number of items that the last step has appended."""
         return self.ends[-1] - self.ends[-2]
 
     def repeats(self, by: int = 0) -> bool:
@@ -65,14 +65,14 @@ class _Column(Generic[Item]):
         return self.of_step(-1) == (before if self.later is None else self.later(before, by))
 
     def repeat(self, times: int, by: int = 0) -> None:
-        """Append the items of the last step that many times more, each time with numbers larger by ``by``."""
+        """Append the last step's items ``times`` times more, each time with numbers larger by ``by``."""
         last = self.of_step(-1)
         for number in range(1, times + 1):
             self.items += last if self.later is None else self.later(last, number * by)
 
 
 def _later_changes(changes: Sequence[int], by: int) -> list[int]:
-    """Births and deaths, as :class:`MemoryLog` has them, of storages with numbers larger by ``by``."""
+    """The same births and deaths (events of :class:`MemoryLog`), with storage numbers larger by ``by``."""
     return [change + by if change > 0 else change - by for change in changes]
 
 
@@ -82,25 +82,25 @@ def _later_marks(marks: Sequence[tuple[Any, int]], by: int) -> list[tuple[Any, i
 
 
 def _later_rows(rows: Sequence[EventRow], by: int) -> list[EventRow]:
-    """The same events, ``by`` later in the program: only numbers of events that are waited for change."""
+    """The same rows, ``by`` events later in the program: only the numbers of awaited events change."""
     return [(*row[:-1], row[-1] + by) if row[0] == WAIT else row for row in rows]
 
 
 class _Unfinished:
-    """The numbers of what began during the steps with one key and has not ended."""
+    """The numbers of storages (or posts) that began during the steps with one key and have not ended."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
         self._before: set[int] = set()
 
     def end_step(self, began_or_ended: Iterable[tuple[int, bool]]) -> None:
-        """Note what a step did, in order: pairs of a number, and whether the thing with it began or ended."""
+        """Note a step's (number, whether the storage or post with this number began or ended), in order."""
         self._before = set(self.numbers)
         for number, began in began_or_ended:
             (self.numbers.add if began else self.numbers.discard)(number)
 
     def is_that_of_the_step_before(self, by: int) -> bool:
-        """Whether the last step left the same unfinished as the one before, with numbers larger by ``by``."""
+        """Whether the last two steps left the same numbers unfinished, but for a distance of ``by``."""
         same_number = len(self._before) == len(self.numbers)
         return same_number and self.numbers == {number + by for number in self._before}
 
@@ -114,7 +114,7 @@ class KeptTensors:
 
     def __init__(self, tensors: list[Tensor], meter: MemoryMeter):
         self.tensors, self.meter = tensors, meter
-        #: the numbers of their storages at the start of the first step and at the end of each; -1: not known
+        #: the storages' numbers at the start of the first step and at the end of each step; -1: not known
         self._ends = [self._numbers(tensors)]
 
     def _numbers(self, tensors: Sequence[Tensor]) -> list[int]:
@@ -122,21 +122,21 @@ class KeptTensors:
         return [-1 if number is None else number for number in numbers]
 
     def end_step(self) -> None:
-        """Note what the list holds at the end of a step."""
+        """Note the numbers of the list's storages at the end of a step."""
         self._ends.append(self._numbers(self.tensors))
 
     @property
     def numbers(self) -> set[int]:
-        """The numbers of all that the steps have appended."""
+        """The numbers of the storages of all tensors that the steps have appended."""
         return set(self._ends[-1][len(self._ends[0]) :])
 
     def repeats(self, born: int, births: int) -> bool:
-        """Whether the last two steps appended the same number of tensors, each made by its step, and nothing
-        else refers to tensors that were appended before the last step.
+        """Whether the last two steps appended the same number of tensors, each made by its step, while no
+        other object refers to the tensors that earlier steps appended.
 
         Args:
             born: the number of the first storage that the last step made.
-            births: how many storages it made, as many as the step before.
+            births: the number of storages that the last step made, as did the step before.
         """
         taken_out = any(after[: len(before)] != before for before, after in pairwise(self._ends))
         if taken_out or -1 in self._ends[-1]:
@@ -152,10 +152,10 @@ class KeptTensors:
         )
 
     def repeat(self, times: int, births: int) -> None:
-        """Append that many times more what the last step did, and number all.
+        """Append copies of the last step's tensors ``times`` times more, and number all storages.
 
-        What the last step appended may also be held elsewhere. It becomes the last of all, as what the last
-        step of the loop appends would be; what is made for the steps between comes before it.
+        The last step's tensors may also be held elsewhere. They stay the last in the list, as the tensors of
+        the loop's last step would be; the copies for the steps between come before them.
         """
         *_, before, after = self._ends
         last = self.tensors[len(before) :]
@@ -171,12 +171,12 @@ class KeptTensors:
 
 
 class StorageRecord:
-    """The births, deaths and tags of storages."""
+    """The record of a memory meter: births, deaths and tags of storages."""
 
     def __init__(self, meter: MemoryMeter, kept: list[Tensor]):
         self.meter, self.log = meter, meter.log
         log = self.log
-        #: of each storage
+        #: one item for each storage
         self._sizes, self._streams, self._places = map(_Column[int], (log.sizes, log.streams, log.places))
         self._changes, self._marks = _Column(log.events, _later_changes), _Column(log.marks, _later_marks)
         self._columns: list[_Column[Any]] = [
@@ -188,7 +188,7 @@ class StorageRecord:
     def end_step(self) -> None:
         changes = self.log.events[self._changes.ends[-1] :]
         self._kept.end_step()
-        # a library's first matmul makes a workspace, wherever it is
+        # a library's first matmul makes a workspace that lasts, in whatever step the matmul is
         lasting = self._kept.numbers.union(self.log.workspaces)
         self._living.end_step(
             (abs(change) - 1, change > 0) for change in changes if abs(change) - 1 not in lasting
@@ -221,7 +221,7 @@ class StorageRecord:
         return [self.log.tags.get(number) for number in range(first, end)]
 
     def _tagged_at_once(self, step: int) -> bool:
-        """Whether the storages born in a step got their tags in it, and no others did."""
+        """Whether a step tagged only storages that were born in the step."""
         before, after = self._tagged[step - 1 : step + 1 or None]
         return after - before == sum(tag is not None for tag in self._tags(step))
 
@@ -241,7 +241,7 @@ class StorageRecord:
 
 
 class EventRecord:
-    """The events of the program, its streams and its phases."""
+    """The record of an event log: the program's events, and the changes of stream, phase and ranks."""
 
     def __init__(self, log: EventLog):
         self.log, builder = log, log.builder
@@ -283,7 +283,7 @@ class EventRecord:
 
 
 class MessageRecord:
-    """The calls that communicate, and their counts."""
+    """The record of a communication meter: its operations and their counts."""
 
     def __init__(self, meter: CommunicationMeter):
         self.meter = meter

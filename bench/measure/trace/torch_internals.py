@@ -1,7 +1,7 @@
-"""What the meters and engines rely on of torch's inside: private names, and what is patched.
+"""The private names of torch on which meters and engines rely, and a way to patch torch.
 
-The rest of bench takes these from here, so that a release of torch that moves one of them is met in one
-place. :func:`check_internals` says which, before the first trace of a process.
+The rest of bench takes private names from this module, so that only this module changes if a release of torch
+moves one. :func:`check_internals` names the one that has moved, before the first trace of a process.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ try:
 except ImportError as error:
     raise _moved(str(error)) from error
 
-#: what torch says of such a tensor, with its sizes
+#: torch's message for a tensor with more bytes than 64 bits can count, with the tensor's sizes
 _OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]+\])")
 
-#: the attribute that a fake tensor has its device in; before torch 2.12 it is no property
+#: the attribute of a fake tensor that holds its device; before torch 2.12 ``fake_device`` was no property
 FAKE_DEVICE = "_fake_device" if hasattr(FakeTensor, "fake_device") else "fake_device"
 
 
 def fsdp_collectives() -> Any:
-    """The module in which torch's FSDP gathers and sums; its import takes as long as all of ours."""
+    """torch's module of FSDP's collectives, imported when first needed because its import takes long."""
     return import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 
 
@@ -69,7 +69,7 @@ def schema_of(func: OpOverload) -> Any:
 
 
 def storage_key(x: Tensor | torch.UntypedStorage) -> int:
-    """A number that identifies a storage (that of a tensor) while it lives."""
+    """A number that identifies a storage, or a tensor's storage, as long as the storage lives."""
     storage = x.untyped_storage() if isinstance(x, Tensor) else x
     return storage._cdata
 
@@ -80,8 +80,8 @@ def in_backward() -> bool:
 
 
 def backward_node() -> int | None:
-    """The number of the autograd node that runs in this thread; None: none runs. The next node has another
-    number, but all accumulations of gradients have the same one."""
+    """The number of the autograd node that runs in this thread; None: no node runs. Nodes have different
+    numbers, except that all accumulations of gradients have the same number."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -104,7 +104,7 @@ def fake_tensor(
     """The tensor that ``FakeTensor.__new__`` makes, without its checks.
 
     Args:
-        attributes: of the tensor, without ``fake_mode``.
+        attributes: the tensor's attributes, without ``fake_mode``.
         storage: holds the tensor from element ``offset`` on; None: the tensor has a storage of its own.
     """
     with torch._C._DisableTorchDispatch():
@@ -131,12 +131,12 @@ def fake_like(x: FakeTensor) -> FakeTensor:
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
-    """Whether more than one tensor lies on a storage; the caller's own name for it counts as one use."""
+    """Whether more than one tensor lies on a storage. The caller's ``storage`` does not count."""
     return bool(torch._C._storage_Use_Count(storage_key(storage)) > 2)
 
 
 def beyond_64_bits(what: str) -> Unsupported:
-    """The error for a step in which something has more bytes than can be counted."""
+    """The error for a tensor or a sum with more bytes than 64 bits count; ``what`` begins the message."""
     return Unsupported(
         f"{what} more bytes than 64 bits count", "choose a smaller batch or sequence, or fused attention"
     )
@@ -144,8 +144,8 @@ def beyond_64_bits(what: str) -> Unsupported:
 
 @contextmanager
 def too_large_unsupported() -> Iterator[None]:
-    """Inside, a tensor whose bytes do not fit in 64 bits, so that torch cannot make it, not even a fake one,
-    is :class:`Unsupported`."""
+    """Within the context, torch's error for a tensor whose bytes do not fit in 64 bits (which torch cannot
+    make, not even as a fake tensor) becomes :class:`Unsupported`."""
     try:
         yield
     except RuntimeError as error:
@@ -156,10 +156,10 @@ def too_large_unsupported() -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the attributes ``names`` of a module or class of torch have the values given.
+    """Within the context, the attributes in ``names`` of a module or class of torch have the values there.
 
     Raises:
-        UserError: it lacks one.
+        UserError: the module or class lacks one of the attributes.
     """
     if missing := [name for name in names if not hasattr(owner, name)]:
         raise _moved(f"{owner.__name__}.{missing[0]}")
@@ -175,10 +175,10 @@ def replaced(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
 
 @cache
 def check_internals() -> None:
-    """Check that torch's inside is as this module takes it to be, in some milliseconds.
+    """Check, in some milliseconds, that torch's private names behave as this module assumes.
 
     Raises:
-        UserError: names what has moved.
+        UserError: a private name has moved; the message has the name.
     """
     for name, holds in _EXPECTED.items():
         try:
@@ -190,7 +190,7 @@ def check_internals() -> None:
 
 
 def _fakes_are_equal() -> bool:
-    """Whether :func:`fake_tensor` makes a tensor, and a view of it, as torch does."""
+    """Whether :func:`fake_tensor` makes a tensor and a view that equal torch's own."""
     mode = FakeTensorMode()
     with mode:
         tensor = torch.empty_strided((4, 6), (8, 1), dtype=torch.bfloat16)
@@ -238,7 +238,7 @@ def _backward_is_seen() -> bool:
     return seen == [False, True]
 
 
-#: what is relied on -> whether it holds
+#: private name of torch -> a check that it behaves as this module assumes
 _EXPECTED: dict[str, Callable[[], bool]] = {
     "FakeTensor.__new__": _fakes_are_equal,
     "torch.UntypedStorage._cdata": _storages_are_told_apart,

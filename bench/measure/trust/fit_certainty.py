@@ -75,7 +75,7 @@ class Evidence(NamedTuple):
         return cls(float(f"{min([1.0, *parts]):.4f}"), sorted(kinds))
 
     def judged(self, run: Filled) -> Certainty:
-        """The verdict on a run."""
+        """The verdict on a run: whether it fits, and why it is tight."""
         if run.oom or run.part is None:
             return Certainty(NO if run.oom else FITS)
         unknown = sorted({*run.kinds} - {*self.kinds}) if run.part >= _ROOM else []

@@ -29,7 +29,7 @@ from spbench.impls import plugin_files
 #: the file of verdicts in a folder of results
 VERDICTS_FILE = "verdicts.jsonl"
 
-#: a :class:`VerifyRow` by its fields, with those of the head of its run
+#: the fields of a :class:`VerifyRow`, and the fields of its run's head
 Verdict = dict[str, Any]
 
 #: the value of :attr:`VerifyRow.bytes` where all bytes are those of the closed forms
@@ -171,7 +171,7 @@ def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[
 
 
 def _text(verdicts: Iterable[Verdict]) -> str:
-    """Verdicts as JSON lines: runs in order, each with its cases in order, so that a diff shows changes."""
+    """Verdicts as JSON lines: runs in order, each run's cases in order, so that a diff shows changes."""
     by_case = {tuple(row[name] for name in CASE): row for row in verdicts}
     runs: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
     for case in sorted(by_case):

@@ -276,9 +276,9 @@ def share_of(truth: OneDeviceRun, checked: VerifiedRun) -> dict[str, Tensor]:
 @dataclass
 class Sites:
     """Attributes:
-    values: by name, "k of attention 0": what went into and came out of the sites in forward.
-    gradients: by the same names, once backward has reached them.
-    order: when forward came to each of these, and to each module by its name.
+    values: the tensors that went into and came out of the sites in forward, as "k of attention 0". gradients:
+    their gradients by the same names, once backward has reached them. order: when forward came to each of
+    these, and to each module by its name.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)

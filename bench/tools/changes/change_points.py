@@ -89,7 +89,7 @@ def _without_outliers(logs: NDArray[Any], noise: float) -> NDArray[Any]:
 
 
 def _candidates(standardized: NDArray[Any]) -> list[int]:
-    """The bounds of segments: 0, the first place of each level but the first, and the number of values."""
+    """The bounds of segments as indices: 0, the first index of each later level, and the number of values."""
     import ruptures
 
     search = ruptures.KernelCPD(kernel="linear", min_size=MINIMUM_LENGTH).fit(standardized[:, None])

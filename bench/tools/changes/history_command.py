@@ -74,7 +74,7 @@ def _asides(history: History, branch: str) -> Iterator[str]:
 
 
 def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
-    """At most one hint, which shows how to mark the first regression as intended."""
+    """At most one text, which shows the line of meant.yaml that marks the first regression as intended."""
     regressions = (
         (step.first_after.commit.short, a.series.metric) for a in failing for step in a.regressions
     )

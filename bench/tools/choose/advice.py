@@ -299,8 +299,8 @@ def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
 
 
 def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the bytes that a rank sends at the bandwidth of the links, with the links within a node and
-    across nodes busy at the same time; None: the cluster lacks a bandwidth of these links."""
+    """Seconds of the bytes that a rank sends at the bandwidth of the links, while links within a node and
+    across nodes work at the same time; None: the cluster lacks a bandwidth of a link."""
     within_s = across_s = 0.0
     for row in measurement["formula"]:
         times = _row_s(cell, row)

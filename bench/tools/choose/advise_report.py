@@ -226,7 +226,7 @@ def _nearest(answer: Advice) -> str:
 
 
 def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
-    """The records of the layouts, each with the mark, the band and the settings that people are shown."""
+    """The records of the named layouts, each with its marks, time interval and settings for people."""
     for seen, record in zip(answer.ranked, answer.records(), strict=True):
         beside = record["settings"].replace("model_options.", "").replace("strategy_options.", "")
         marks = {TIE: record["tie"], "yours": record["yours"], TIGHT: record["verdict"] == TIGHT}

@@ -160,8 +160,8 @@ def _kinds(log: MemoryLog, events: np.ndarray) -> np.ndarray:
         elif name != "optimizer":
             born -= {*(-events[span][events[span] < 0] - 1).tolist()}
         else:
-            found = np.asarray([*born], dtype=np.int64)
-            kinds[found[kinds[found] == CATEGORIES.index("temporaries")]] = CATEGORIES.index("gradients")
+            held = np.asarray([*born], dtype=np.int64)
+            kinds[held[kinds[held] == CATEGORIES.index("temporaries")]] = CATEGORIES.index("gradients")
             born.clear()
     return kinds
 

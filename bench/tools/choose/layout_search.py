@@ -236,9 +236,9 @@ class Search(LookedAt):
         cells = [candidate.cell(self.question.cell) for candidate in chosen]
         candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
         for seen in self.looked_at(cells, "few_layers"):
-            found = candidate_of[seen.cell.key], seen.step_s, seen.peak
-            self.learned.add(*found)
-            self.same.add(*found)
+            traced = candidate_of[seen.cell.key], seen.step_s, seen.peak
+            self.learned.add(*traced)
+            self.same.add(*traced)
         self.learned.fit()
 
     # -- beside the best -----------------------------------------------------------------------------

@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of a stage of the pipeline."""
+        """The number of ranks of one pipeline stage."""
         return self.dp * self.way.ranks
 
 

@@ -269,14 +269,14 @@ def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
     return int(max(peaks))
 
 
-def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
+def _alike(shallow: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
     """How many events of a phase, from its start and from its end, have the same bytes in both depths; at
     least half of the phase each, because buffers of all layers differ only in size."""
     # in a deeper model fewer may be born in a phase: a bucket of gradients that holds more layers
-    n = min(len(here), len(deeper))
+    n = min(len(shallow), len(deeper))
     half = n // 2
-    front = np.flatnonzero(here[:n] != deeper[:n])
-    back = np.flatnonzero(here[len(here) - n :] != deeper[len(deeper) - n :])
+    front = np.flatnonzero(shallow[:n] != deeper[:n])
+    back = np.flatnonzero(shallow[len(shallow) - n :] != deeper[len(deeper) - n :])
     return (
         max(half, int(front[0]) if len(front) else n),
         max(n - half, n - 1 - int(back[-1]) if len(back) else n),

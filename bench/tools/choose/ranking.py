@@ -91,7 +91,7 @@ class Seen:
 
     @property
     def certainty(self) -> Certainty:
-        """How sure it is that the cell fits; see :mod:`measure.trust.fit_certainty`."""
+        """The verdict whether the cell surely fits; see :mod:`measure.trust.fit_certainty`."""
         return (self.fits and certainty(self.cell, self.measured)) or Certainty(FITS if self.fits else NO)
 
     @property
@@ -174,7 +174,7 @@ def stands_for(own: Seen, seen: Seen) -> bool:
 
 
 def simpler(best: Sequence[Seen], named: Seen) -> list[Seen]:
-    """Layouts that are simpler than ``named`` and than all layouts faster than themselves; strategies and
+    """Layouts that are simpler than ``named`` and than each faster layout of the result; strategies and
     memory switches count before axes of several ranks.
 
     Args:

@@ -287,9 +287,9 @@ def experts_line(cell: Cell) -> str:
     if not getattr(model, "experts", 0):
         return ""
     counts = model.parameters(model.padded_vocabulary(1))
-    here = model.experts // cell.sizes.by_axis.get("ep", 1)
+    own = model.experts // cell.sizes.by_axis.get("ep", 1)
     share = counts["experts"] / counts["elements"]
-    return f"routed experts: {share:.0%} of parameters; {here} of {model.experts} in each layer are on a rank"
+    return f"routed experts: {share:.0%} of parameters; {own} of {model.experts} in each layer are on a rank"
 
 
 def taken_line(cell: Cell, said: Collection[str]) -> str:

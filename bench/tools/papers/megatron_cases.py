@@ -223,9 +223,9 @@ def errors(
                     }
 
 
-def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def summary(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Lines on the absolute errors of each quantity: on all machines, and by kind of machine."""
-    errors = DataFrame(found, columns=list(ERRORS))
+    errors = DataFrame(lines, columns=list(ERRORS))
     errors["size"] = errors["error"].abs()
     errors["gpu"] = [machine_of(golden)[0] for golden in errors["golden"]]
     for quantity, gpu in product(MEMORY, ("all", *GPUS)):
@@ -243,9 +243,9 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def by_departure(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def by_departure(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Lines on the absolute errors of each quantity, by the first word of ``departs``."""
-    errors = DataFrame(found, columns=list(ERRORS))
+    errors = DataFrame(lines, columns=list(ERRORS))
     errors["kind"] = [reason.partition(" ")[0] or "none" for reason in errors["departs"]]
     for (kind, quantity), some in errors.groupby(["kind", "quantity"]):
         sizes = some["error"].abs()
@@ -293,7 +293,7 @@ def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
     A100's step takes as long as an H100's and leaves as much allocated. "release": the first peak of lts is
     over 5% from each of dev. "checkpoint": a run that went on from one has its largest peak before its first
     step ends. Else the value of ``varying`` for the case."""
-    found: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], str] = {}
     before: dict[tuple[str, ...], tuple[str, str]] = {}
     rows = [row for file in GOLDEN_FILES for row in published_file(file).rows]
     of_h100 = {row["case"]: row for row in rows if row["golden"] == "dev_dgx_h100"}
@@ -307,16 +307,16 @@ def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
         other = before.setdefault(values, place) if all(values) else place
         another = other[0] != place[0] or other[1][:3] != place[1][:3]
         if place[1].startswith("lts") and another:
-            found[place] = f"as {' '.join(other)}"
+            reasons[place] = f"as {' '.join(other)}"
         elif machine_of(place[1])[0] == "a100" and _alike(row, of_h100.get(place[0])):
-            found[place] = "machine"
+            reasons[place] = "machine"
         elif place[1].startswith("lts") and first and _far(float(first), of_dev.get(place[0], [])):
-            found[place] = "release"
+            reasons[place] = "release"
         elif place[1].endswith(RESUMED) and first == row["peak_last"]:
-            found[place] = "checkpoint"
+            reasons[place] = "checkpoint"
         elif kind := varying.get(place[0]):
-            found[place] = kind
-    return found
+            reasons[place] = kind
+    return reasons
 
 
 def _alike(row: Mapping[str, str], other: Mapping[str, str] | None) -> bool:

@@ -60,10 +60,12 @@ RUNS = ("scenario", "cells", *_STATUSES, "cell_seconds", "torch", "commit")
 
 @dataclass(frozen=True)
 class Reproduction:
-    """The request of `spbench reproduce`, and where cells run. Attributes: paper: its name, or
-    PAPER/SCENARIO: only cells of that scenario run, and lines of other scenarios stay in the files.
+    """The request of `spbench reproduce`, and where cells run.
+
+    Attributes:
+        paper: the paper's name; PAPER/SCENARIO runs only that scenario and keeps the files' other lines.
         output: folder of the CSV files and figures.
-        write: write the generated parts of REPRODUCE.md and of the paper's details anew.
+        write: update the generated parts of REPRODUCE.md and of the paper's page of details.
         crew: the workers; None: each run starts its own.
         executor: runs cells that need nothing of this machine; None: this machine does.
     """

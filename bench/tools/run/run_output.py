@@ -192,7 +192,7 @@ def _other_formula(entry: Entry) -> float | None:
 
 
 def _share(*parts: str) -> Callable[[Entry], float | None]:
-    """A function from an entry to the share of its step that some parts take; None below half a percent."""
+    """A function from an entry to the share of its step that ``parts`` take together; None below 0.5%."""
 
     def share(entry: Entry) -> float | None:
         step_time_s = entry.get("step_time_s")

@@ -198,7 +198,7 @@ class PublishedTable(Answer):
 
     def _wrong_matches(self, rows: Sequence[PublishedRow], declared: Sequence[Cell]) -> Iterator[Mistake]:
         """Mistakes of rows: a row must match one cell on each cluster and engine, and no two rows may match
-        one cell, unless they are repeated measurements of it."""
+        one cell, unless the table is ``repeated``."""
         spoken_of: dict[str, int] = {}
         for row, matched in self.matched(rows, declared):
             what = ", ".join(f"{column} {row.text[column]}" for column in self.match)

@@ -79,7 +79,7 @@ def _number(line: Mapping[str, Any], name: str) -> float | None:
 
 
 def _layout(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A layout as a line of the table."""
+    """The table line of a layout, from its line in a file of answers: times in s, peak memory in GiB."""
     return {
         "layout": f"{strategy_name(line['strategy'])}, {line['mesh']}, {backend_name(line['backend'])}",
         "strategy": line["strategy"],

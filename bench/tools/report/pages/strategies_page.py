@@ -126,7 +126,7 @@ def _measured(name: str, gathered: Gathered, cells: Sequence[CellResult]) -> Map
 
 
 def _proof(name: str, verdicts: Sequence[Verdict]) -> Mapping[str, Any] | None:
-    """The outcome of verifying a strategy, by itself and combined with others; None: it was not verified."""
+    """The page's values on verifying a strategy, by itself and in combinations; None if not verified."""
     alone = [verdict for verdict in verdicts if verdict["strategy"] == name]
     own = [verdict for verdict in verdicts if name in verdict["strategy"].split("+")]
     if not own:
