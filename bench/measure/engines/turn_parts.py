@@ -136,8 +136,8 @@ class TurnParts:
         return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
 
     def _referred(self, owner: int, of_like: _Key, of: _Key, turns: RankTurns) -> _Key:
-        """The key of the part to which the part ``of`` in ``turns`` refers. ``of`` is a copy of this list's
-        part ``of_like``, which refers to the part ``owner``."""
+        """In a program of other ``turns``, the key of the part to whose entries the part ``of`` refers.
+        ``of`` copies this program's part ``of_like``, which refers to entries of the part ``owner``."""
         (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
         if step < 0:
             return self.keys[owner]

@@ -172,7 +172,7 @@ def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[Rate
 
 
 def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep, freeing: _Freeing) -> Iterator[RatePoint]:
-    """The points of one training step: the seconds outside of operators, and each kind of call."""
+    """Yield the measured seconds of one training step: outside of operators, and of each kind of call."""
     training, inputs = set_up(cell, mesh, torch.Generator().manual_seed(SEED))
     initialize(training.module, SEED)
     for _ in range(_WARMUP):

@@ -172,7 +172,7 @@ def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
 
 
 def _precision(tested: Sequence[_Tested]) -> Iterable[str]:
-    """How small a change could be seen: a line on metrics in rounds, one on metrics of one process a side."""
+    """Lines on the smallest visible change: of metrics measured in rounds, and of those measured once."""
     by_rounds = [judged for judged in tested if not _is_one_process(judged.base, judged.new)]
     if by_rounds:
         rounds = min(len(reading.rounds) for judged in by_rounds for reading in (judged.base, judged.new))

@@ -195,8 +195,8 @@ class Estimates:
         return WayFigures(Depths(*sent), Depths(*elements), alike, Depths(*experts), Depths(*rows))
 
     def computing(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
-        """Seconds of a step without messages among replicas, [layouts, savings]; the layouts of this and the
-        following methods differ only in their folds."""
+        """Seconds of a step without messages among replicas, [layouts, savings]. Here and below, layouts
+        differ only in their folds, the sizes of the axes that split experts."""
         layout, (batch, _) = layouts[0], self.cell.shape
         ranks, b = layout.way.ranks, layout.micro_batch
         parts = batch // (layout.dp * b)
