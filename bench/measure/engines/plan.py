@@ -44,6 +44,7 @@ from spbench.impls import (
     Strategy,
     Traffic,
     Unsupported,
+    all_dispatchers,
     backend_class,
     composed_traffic,
     global_ranks,
@@ -248,15 +249,15 @@ def check_sizes(cell: Cell) -> list[RankClass]:
     """Check a cell, without building its modules; returns the classes of its ranks.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes, the card cannot run the attention kernel, or the
-            batch or the layers cannot be divided in this way.
+        Unsupported: the strategy, card or dispatcher cannot run the cell, or a size does not divide another.
     """
     strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
     cluster = load_cluster(cell.cluster)
     if why := cannot_run(cluster.device, model.attention_kernel):
         raise Unsupported(*why)
-    ranks, of_node = cell.model_options.get("node_ranks", 0), cluster.devices_per_node
-    if ranks > of_node > 1:
+    ranks, of_node = getattr(model, "node_ranks", 0), cluster.devices_per_node
+    dispatcher = all_dispatchers()[getattr(model, "dispatcher", "all_to_all")]
+    if ranks > of_node > 1 and not dispatcher.heeds_capacity:  # those that sum rows within nodes
         raise Unsupported(
             f"node_ranks {ranks} is more than the {of_node} devices of a node of {cell.cluster}",
             f"set model_options.node_ranks to {of_node}",

@@ -299,8 +299,7 @@ def _covered(seen: DataFrame, what: LeftOut = "source") -> DataFrame:
 
 
 def _errors(errors: Iterable[float]) -> Line:
-    """The median, mean and worst absolute error, and the mean error with its sign (bias), relative to the
-    published times."""
+    """The median, mean and worst absolute relative error of times, and the mean with its sign (bias)."""
     parts = [math.expm1(error) for error in errors]
     sizes = [abs(part) for part in parts]
     shown = {"median error": median(sizes), "mean": fmean(sizes), "worst": max(sizes)}

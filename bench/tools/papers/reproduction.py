@@ -45,7 +45,7 @@ from spbench.bench.tools.papers.comparison import (
     write_csv,
 )
 from spbench.bench.tools.papers.document import write_documents
-from spbench.bench.tools.papers.figures import draw, draw_figure
+from spbench.bench.tools.papers.draw_figures import draw, draw_figure
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.sources import Paper, one_of

@@ -36,7 +36,7 @@ from spbench.bench.measure import (
 )
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison, frame_of
-from spbench.bench.tools.papers.figures import draw_figure
+from spbench.bench.tools.papers.draw_figures import draw_figure
 from spbench.bench.tools.papers.paper_findings import comparison_table, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
 from spbench.bench.units import gib, mib, shown_share, three_digits
