@@ -49,7 +49,6 @@ from spbench.impls.collectives import (
     reduce_scatter_in_place,
     start_all_gather,
 )
-from spbench.impls.layout import Unsupported
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -72,7 +71,8 @@ class Partitioned(ReusedBuffer):
         if not is_meta(p):
             self.memory[: self.elements].copy_(p.detach().flatten())
         self.parameter = nn.Parameter(self.memory[: self.elements].view(p.shape))
-        vars(self.parameter).update(vars(p))
+        # a fake tensor has its device among its attributes
+        vars(self.parameter).update({k: v for k, v in vars(p).items() if k not in vars(self.parameter)})
         self.start = min(self.rank * self.part, self.elements)
         #: the number of elements of the partition without padding
         self.real = min(self.part, self.elements - self.start)
@@ -134,8 +134,6 @@ class DeepSpeedZero3(Backend):
         return BytesInBackward(layer=3 * precision.parameters.itemsize)
 
     def prepare(self) -> Optimizer:
-        if self.precision.loss_scale:
-            raise Unsupported("deepspeed_zero3 has no loss scaling", "use bf16, or the backend zero3")
         groups = {self.names[p]: group for group, parameters in self.summed() for p in parameters}
         uses = uses_in_order(self.module, self.names)
         device = self.around.gradient_mesh(()).device_type
@@ -168,8 +166,7 @@ class DeepSpeedZero3(Backend):
         self.gathered, self.streams = False, [None, None]
         if self.options.overlap_comm:
             self.streams = [torch.get_device_module(device).Stream() for _ in self.streams]
-        settings = {"shard_groups": {*groups.values()}, "masters": False}
-        return self.make_optimizer(self.masters, **settings)
+        return self.make_optimizer(self.masters, masters=False, shard_groups={*groups.values()})
 
     def _cut(self) -> None:
         """Lay the partitions out in sub-groups, with one buffer for all gradients."""
@@ -261,8 +258,8 @@ class DeepSpeedZero3(Backend):
         if now:
             self._gather([self.weights[name]])
         self._wait(name)
-        if ahead:
-            self._gather([self.weights[each] for each in ahead])
+        for names in ahead:
+            self._gather([self.weights[each] for each in names])
 
     def _release(self, name: str) -> None:
         self.active.discard(name)
@@ -289,8 +286,9 @@ class DeepSpeedZero3(Backend):
                     flat = first.shard.new_empty(each * first.size)
                     own = flat[first.rank * each : (first.rank + 1) * each]
                     torch.cat([weight.shard for weight in of_group], out=own)
-                    work = all_gather_in_place(flat, first.group, begin=True)
-                    assert work is not None
+                    begun = all_gather_in_place(flat, first.group, begin=True)
+                    assert begun is not None
+                    work = begun
             for weight in of_group:
                 self.pending[weight.name] = work, flat, of_group
 
@@ -401,12 +399,16 @@ class DeepSpeedZero3(Backend):
             for group in groups:
                 all_reduce(norm, group)
             wait_for_device(norm)
-        for weights, master, flat in zip(self.subgroups, self.masters, self.shards, strict=True):
-            gradient = torch.cat([weight.gradient for weight in weights]).to(master.dtype)
-            master.grad = gradient.mul_(1)
+        places = [*zip(self.subgroups, self.masters, self.shards, strict=True)]
+        # a loss scale is for all sub-groups
+        for at_once in [places] if self.precision.loss_scale else ([place] for place in places):
+            for weights, master, _ in at_once:
+                gradient = torch.cat([weight.gradient for weight in weights]).to(master.dtype)
+                master.grad = gradient.mul_(1)
             self.optimizer.step()
-            master.grad = None
-            flat.copy_(master)
+            for _, master, flat in at_once:
+                master.grad = None
+                flat.copy_(master)
         self.versions = [flat._version for flat in self.shards]
 
     def held(self) -> dict[str, list[Tensor]]:
@@ -449,13 +451,15 @@ class DeepSpeedZero3(Backend):
             whole = sum(padding[name] for name in mine if name in coordinator.persistent)
             count, width = step.micro_batches, step.element_bytes
             yield Traffic("forward", "persistent weights", "all_gather", 1, whole * width, group)
-            for backward, phase in enumerate(("forward", "backward")):
-                payload = gathers[bool(backward), axes] * width
+            for phase in ("forward", "backward"):
+                payload = gathers[phase == "backward", axes] * width
                 yield Traffic(phase, "weights", "all_gather", count, payload, group)
             payload = sum(padding[name] for name in mine) * width
             yield Traffic("backward", "gradients", "reduce_scatter", count, payload, group)
             yield Traffic("optimizer", "overflow", "all_reduce", 1, 1, group)
             yield Traffic("optimizer", "norm", "all_reduce", 1, 4, group)
+            if step.precision.loss_scale:
+                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, group)
 
 
 def _by_group(weights: Sequence[Partitioned]) -> list[list[Partitioned]]:
