@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 
 #: the least default of suggested_communication_unit_size, in elements
 _LEAST_UNIT = 10**9
+_NOT_OF_MEGATRON = (
+    *("optimizer", "reduce_at", "own_weights", "state_dtype", "data_parallel_replicate_degree"),
+    *("forward_prefetch", "backward_prefetch", "reshard_rest"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,27 +90,15 @@ class MegatronFSDPOptions(ShardingOptions):
         check_choices(self, {"data_parallel_sharding_strategy": words, "main_grads_dtype": dtypes})
         if self.suggested_communication_unit_size < 0:
             raise ValueError("suggested_communication_unit_size is a number of elements, 0 or more")
-        fixed = {
-            "optimizer": "device",
-            "reduce_at": "each",
-            "own_weights": "units",
-            "state_dtype": "fp32",
-            "data_parallel_replicate_degree": 1,
-            "forward_prefetch": 0,
-            "backward_prefetch": 0,
-            "reshard_rest": False,
-        }
-        for name, only in fixed.items():
-            if getattr(self, name) != only:
+        plain = ShardingOptions(reshard_rest=False)
+        for name in _NOT_OF_MEGATRON:
+            if getattr(self, name) != (only := getattr(plain, name)):
                 raise ValueError(f"megatron_fsdp has no {name} but {only}; leave it out, or use zero3")
 
     def savings(self) -> Iterator[Saving]:
         if self.data_parallel_sharding_strategy == "optim_grads":
             words = "weights are in shards too, and gathered by layer"
             yield Saving({"data_parallel_sharding_strategy": "optim_grads_params"}, words)
-        for name in ("main_grads_dtype", "reduce_dtype"):
-            if getattr(self, name) == "fp32":
-                yield Saving({name: "weights"}, "gradients have the dtype of the weights")
         if not self.fsdp_double_buffer:
             words = "two layers at a time are gathered, and two layers' gradients on their way"
             yield Saving({"fsdp_double_buffer": True}, words)
@@ -132,7 +124,9 @@ class GradientQueue:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         self.kept.append(input_tensor)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return dist.reduce_scatter_single(
+            output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
+        )
 
     def clear(self, *_: object) -> None:
         self.kept.clear()
