@@ -143,6 +143,7 @@ HELD: dict[str, Callable[[int], tuple[float, float]]] = {
     "megatron": lambda n: (2, 4 + 8),
     "fsdp_flat": lambda n: (0, (4 + 8) / n),
     "fsdp1": lambda n: (0, (4 + 8) / n),
+    "megatron_fsdp": lambda n: (2 / n, (4 + 8) / n),
 }
 
 
