@@ -243,4 +243,4 @@ def other_settings(question: Question, cell: Cell) -> dict[str, Cell]:
 def _changed(question: Question, cell: Cell, changes: Iterable[Mapping[str, Any]]) -> list[Cell]:
     """The cells that these changes make of the cell; changes that cannot be are left out."""
     kept = (Change(settings, "") for settings in filter(question.keeps, changes))
-    return [other for other, _ in cells_of(cell, kept).values()]
+    return [other for other, _ in cells_of(cell, kept).values() if other.key != cell.key]

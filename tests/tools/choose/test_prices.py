@@ -23,7 +23,7 @@ from spbench.bench.tools.choose.look import look
 from spbench.bench.tools.choose.question import question
 from spbench.bench.tools.choose.ranking import LookedAt, SearchResult, Seen, ranked
 from spbench.bench.tools.choose.suggestions import dotted
-from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, without_switches
+from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, other_settings, without_switches
 from tests.bench.hosts import CrewHere
 from tests.grid import data, tabled
 from tests.slow import mostly_slow, slow
@@ -97,6 +97,16 @@ def test_each_switch_is_taken_away_alone(options: Any, training: Any, fixed: Any
         left = {**other.model_options, **other.training.backend_options}
         assert len(own) - len(left) == settings.count("=")
         assert left.items() <= own.items()
+
+
+@pytest.mark.parametrize("options", [{}, {"placement": "contiguous"}])
+def test_each_other_setting_has_words(options: dict[str, Any]) -> None:
+    about = asked(8)
+    cell = changed(about.cell, {"strategy": "ring_attention", "sizes": {"sp": 8}, "strategy_options": options})
+    words = [*other_settings(about, cell)]
+    assert "placement=striped" in words
+    assert "" not in words
+
 
 
 def lightened(cell: Cell) -> Cell:
