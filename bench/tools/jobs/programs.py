@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,9 @@ def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
 
     def named(match: re.Match[str]) -> Any:
         keys = match[1].split(".")
-        value_there = reduce(lambda at, key: at.get(key) if isinstance(at, Mapping) else None, keys, whole)
+        value_there: Any = whole
+        for key in keys:
+            value_there = value_there.get(key) if isinstance(value_there, Mapping) else None
         return match[0] if value_there is None else _resolved(value_there, whole, depth + 1)
 
     if alone := _NAMED.fullmatch(value):
