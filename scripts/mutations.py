@@ -159,7 +159,9 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[str, st
     failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", said, re.MULTILINE)
     if process.returncode == 0:
         return "survived", ""
-    return "killed", failed[1] if failed else output.strip().splitlines()[-1][:200]
+    # a process that a signal ends has printed nothing
+    last = [f"exit code {process.returncode}", *output.strip().splitlines()][-1]
+    return "killed", failed[1] if failed else last[:200]
 
 
 def judged(mutation: Mutation, tree: Path, tests: Tests, quickest: int, limit_s: float) -> Row:

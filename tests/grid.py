@@ -1,5 +1,5 @@
 """Parameters of tests from YAML files: groups of rows, in which each combination of a row's alternatives is a
-case; and tables of parameters, by the name of the test."""
+case; tables of parameters, by the name of the test; and tables and texts, by the name of their constant."""
 
 from itertools import product
 from pathlib import Path
@@ -36,7 +36,13 @@ def cases(path: Path) -> list[Any]:
     return parameters
 
 
+def data(file: str) -> dict[str, Any]:
+    """The tables and texts of the test module ``file`` by name, from the YAML file beside the module."""
+    content: dict[str, Any] = yaml.safe_load(Path(file).with_suffix(".yaml").read_text())
+    return content
+
+
 def tabled(file: str, test: str) -> pytest.MarkDecorator:
     """The mark with a test's parameters, from the test's table in the YAML file of its module ``file``."""
-    table = yaml.safe_load(Path(file).with_suffix(".yaml").read_text())[test]
+    table = data(file)[test]
     return pytest.mark.parametrize(table["names"], table["rows"])

@@ -173,13 +173,18 @@ def _cut_as_matrix() -> type[Any]:
 
 
 def sharded_traffic(
-    step: PlannedStep, summed_as: torch.dtype, reshards: Callable[[bool, ShardingOptions], bool]
+    step: PlannedStep,
+    summed_as: torch.dtype,
+    reshards: Callable[[bool, ShardingOptions], bool],
+    *,
+    keeps: bool = False,
 ) -> Iterator[Traffic]:
     """Yields the messages of the backends ``zero2`` and ``zero3`` in a step.
 
     Args:
         summed_as: the dtype of gradients while they are summed.
         reshards: the function :meth:`FullySharded.reshards`.
+        keeps: weights that are not freed after a forward are not freed after a backward either.
     """
     options, count, width = step.options, step.micro_batches, summed_as.itemsize
     assert isinstance(options, ShardingOptions)
@@ -201,7 +206,9 @@ def sharded_traffic(
                 elements = padded_elements(p.shape, each)
                 sums += elements * p.requires_grad
                 frees = reshards(p in rest, options)
-                first, again = _gathers(passes, frees) if kept else (count, count * frees)
+                first, again = (count, count * frees)
+                if kept or (keeps and not frees):
+                    first, again = _gathers(passes, frees)
                 forward[first] += elements
                 backward[again] += elements
         for phase, words, gathered in (

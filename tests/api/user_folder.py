@@ -6,15 +6,11 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.grid import data
+
 #: of the folders at the top of the repository
 NAMES = ("bench", "impls", "plots", "results", "scenarios", "scripts", "tests")
-SCENARIO = """
-title: A step on virtual ranks and on real ones
-defaults: {model: bert-tiny, strategy: ring_self_attention, sizes: {sp: 2}, batch: 2, seq_len: 24}
-groups:
-  - {engine: [virtual, distributed]}
-  - {batch: 4}
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 SUITE = """
 import bench_of_mine
 import spbench

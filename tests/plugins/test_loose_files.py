@@ -15,17 +15,11 @@ from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measured_code import code_digest
 from spbench.impls import loose_files
 from spbench.impls.loose_files import LOOSE_FILES, exits_refused
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.plugins.additions import EXAMPLES
 
 STRATEGY = (EXAMPLES / "gathered_attention.py").read_text()
-SCENARIO = """
-title: Beside a file
-defaults: {cluster: dgx-a100, batch: 2, seq_len: 24, model: bert-tiny}
-groups:
-  - {strategy: STRATEGIES, sizes: {sp: 2}}
-  - {strategy: tensor_parallel, sizes: {tp: 2}}
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 
 
 @pytest.fixture

@@ -11,32 +11,11 @@ import pytest
 import yaml
 
 import spbench
+from tests.grid import data
 from tests.plugins.additions import ADDITIONS, EXAMPLES, Addition, Installation, with_additions
 from tests.slow import slow
 
-SCENARIO = """
-title: What was added
-figure: peak_bars
-defaults: {cluster: ./card.yaml, batch: 2, seq_len: 24}
-groups:
-  - model: one-layer-lm-tiny
-    strategy: gathered_attention
-    sizes: {sp: 2}
-    meters: [flops]
-    engine: [virtual, distributed]
-  - {model: one-layer-lm-tiny, strategy: tensor_parallel+gathered_attention, sizes: {tp: 2, sp: 2}}
-  - {model: two-step-lm-tiny, strategy: megatron_sp, sizes: {tp: 2}}
-  - {model: one-layer-lm-tiny, strategy: tensor_parallel+gathered_over_gp, sizes: {tp: 2, gp: 2}}
-  - {model: bert-tiny, strategy: single, sizes: {dp: 2}, training: {backend: unbucketed}}
-  - {model: bert-tiny, strategy: ulysses, sizes: {dp: 2, sp: 2}, training: {backend: two_level}}
-  - {model: bert-tiny, strategy: tensor_parallel, sizes: {tp: 2}, engine: [virtual, closed_form]}
-  - model: one-layer-lm-tiny
-    strategy: tensor_parallel
-    sizes: {tp: 2}
-    search: {quantity: vocabulary, step: 64}
-bounds:
-  - {claim: two megabytes, published: {file: bounds.csv}, cell: {strategy: single}}
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 CARD_BYTES = 2**26
 CLUSTER = f"""
 about: a card of 64 MiB without rates
@@ -45,25 +24,7 @@ device: {{memory_total_bytes: {{value: {CARD_BYTES}, source: chosen}}}}
 """
 BOUNDS = "claim,published\ntwo megabytes,2097152\n"
 
-#: the kind under which spbench list shows each addition, and its name
-NAMES = (
-    ("strategies", "gathered_attention"),
-    ("strategies", "gathered_over_gp"),
-    ("models", "one-layer-lm-tiny"),
-    ("models", "two-step-lm-tiny"),
-    ("backends", "unbucketed"),
-    ("backends", "two_level"),
-    ("engines", "closed_form"),
-    ("meters", "flops"),
-    ("quantities", "vocabulary"),
-    ("answers", "bounds"),
-    ("forms", "yaml"),
-    ("exports", "influx"),
-    ("logs", "osu-latency"),
-    ("jobs", "sizes"),
-    ("jobs", "plain_trainer"),
-    ("figures", "peak_bars"),
-)
+NAMES = data(__file__)["NAMES"]
 
 Rows = dict[tuple[str, str, str], dict[str, Any]]
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid import data, tabled
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm.sbatch"
 
@@ -18,16 +20,7 @@ SCONTROL = """#!/usr/bin/env bash
 [[ "$*" == "show hostnames node[1-2]" ]] && for host in $HOSTS; do echo "$host"; done
 """
 
-#: writes its words to a file, then runs the command behind its options: once a task, all at once
-SRUN = """#!/usr/bin/env bash
-printf '%s\\n' "$@" > "$WORDS"
-for word; do case "$word" in --ntasks=*) tasks=${word#*=};; esac; done
-while [[ "$1" == --* ]]; do shift; done
-[[ -n "${NO_TASKS:-}" ]] && exit 0
-children=()
-for ((task = 0; task < tasks; task++)); do "$@" & children+=($!); done
-for child in "${children[@]}"; do wait "$child" || exit 1; done
-"""
+SRUN = data(__file__)["SRUN"]
 
 
 class Job:
@@ -81,14 +74,7 @@ def test_ranks_of_a_node_can_be_set(tmp_path: Path) -> None:
     assert "--nproc-per-node=4" in job.words.read_text().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("changed", "words", "code", "message"),
-    [
-        ({"SLURM_JOB_ID": ""}, ["--scenario", "gate"], 2, "not in a Slurm job; start it by: sbatch"),
-        ({}, [], 2, "say what to run, as --scenario NAME"),
-        ({"HOSTS": ""}, ["--scenario", "gate"], 1, "scontrol names no host of node[1-2]"),
-    ],
-)
+@tabled(__file__, "mistakes_are_one_line")
 def test_mistakes_are_one_line(
     changed: dict[str, str], words: list[str], code: int, message: str, tmp_path: Path
 ) -> None:

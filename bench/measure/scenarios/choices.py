@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from spbench import impls
 from spbench.bench.cell import Cell, TrainingOptions, requirements
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_file, resolved
@@ -16,34 +17,14 @@ from spbench.bench.measure.engines.engine import Candidates, engine_class, engin
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.trace.meter import meters
 from spbench.bench.setting_values import remote_name
-from spbench.impls import (
-    INSTALL,
-    PLUS,
-    SUFFIX,
-    Unsupported,
-    absent,
-    add_file,
-    all_as_published,
-    all_backends,
-    all_models,
-    all_peers,
-    all_strategies,
-    nesting,
-    place_of_error,
-    published_models,
-    raised,
-    unchanged_model,
-    values_without_effect,
-    wrong_values,
-)
 
 #: for each kind of name, the function that returns the classes or objects of that kind by name
 OF_CLASSES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
-    "strategy": all_strategies,
-    "peer": all_peers,
-    "as-published": all_as_published,
-    "model": all_models,
-    "backend": all_backends,
+    "strategy": impls.all_strategies,
+    "peer": impls.all_peers,
+    "as-published": impls.all_as_published,
+    "model": impls.all_models,
+    "backend": impls.all_backends,
     "engine": engine_classes,
     "meter": meters,
     "quantity": quantities,
@@ -84,7 +65,7 @@ LISTED = {
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     """The message on a name of this ``kind`` that does not exist, and on what to write instead."""
     if kind == "model":
-        allowed = [*allowed, *(each.name for each in published_models())]
+        allowed = [*allowed, *(each.name for each in impls.published_models())]
     here = ELSEWHERE.get(kind, {}).get(name.lower())
     listed = LISTED.get(kind)
     mend = f"; here that is {here}" if here else suggestion(name, allowed, f"spbench list {listed}")
@@ -134,14 +115,14 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         text: a name or a file; for strategies also several nested ones, joined by plus signs.
         folder: the folder from which a relative path starts.
     """
-    if SUFFIX not in text:
+    if impls.SUFFIX not in text:
         return [text]
-    if kind == "strategy" and PLUS in text:
-        parts = [cell_names(kind, part, folder) for part in text.split(PLUS)]
-        return [PLUS.join(each) for each in itertools.product(*parts)]
-    file, _, name = text.partition(f"{SUFFIX}:")
-    path = resolved(folder / Path(file + SUFFIX if name else file).expanduser())
-    if path.suffix != SUFFIX:
+    if kind == "strategy" and impls.PLUS in text:
+        parts = [cell_names(kind, part, folder) for part in text.split(impls.PLUS)]
+        return [impls.PLUS.join(each) for each in itertools.product(*parts)]
+    file, _, name = text.partition(f"{impls.SUFFIX}:")
+    path = resolved(folder / Path(file + impls.SUFFIX if name else file).expanduser())
+    if path.suffix != impls.SUFFIX:
         return [text]
     if not path.is_file():
         raise UserError(f"unknown {kind} {shown(text)}: there is no file {path}")
@@ -149,18 +130,18 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         mend = "a script that trains is read by spbench import, beside its configuration"
         raise UserError(f"{path}: has no {_IN_FILES[kind]}, so it is not run; {mend}")
     try:
-        module = add_file(path)
+        module = impls.add_file(path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         raise UserError(
-            f"{place_of_error(error, (path,)) or path}: cannot be imported: {raised(error)}"
+            f"{impls.place_of_error(error, (path,)) or path}: cannot be imported: {impls.raised(error)}"
         ) from error
     if kind == "model":
         presets = vars(module).get("PRESETS")
         defined = list(presets) if isinstance(presets, Mapping) else []
     else:
-        defined = [each for each, cls in all_strategies().items() if cls.__module__ == module.__name__]
+        defined = [each for each, cls in impls.all_strategies().items() if cls.__module__ == module.__name__]
     if not defined:
         raise UserError(f"{path}: has no {_IN_FILES[kind]}")
     if name and name not in defined:
@@ -172,15 +153,15 @@ def strategy_problem(name: str) -> str:
     """The message on a wrong name of a strategy, or of several joined by "+", or on a peer whose package is
     not installed; "" if the name is right."""
     listed = [*names("strategy"), *names("peer")]
-    for part in name.split(PLUS):
+    for part in name.split(impls.PLUS):
         if part not in listed and part not in names("as-published"):
             return unknown("strategy", part, listed)
     try:
-        nesting(name)
+        impls.nesting(name)
     except ValueError as error:
         return str(error)
-    missing = absent(requirements(name))
-    return f"strategy {name} needs {' and '.join(missing)}; {INSTALL}" if missing else ""
+    missing = impls.absent(requirements(name))
+    return f"strategy {name} needs {' and '.join(missing)}; {impls.INSTALL}" if missing else ""
 
 
 def refusal(cell: Cell) -> str:
@@ -193,11 +174,11 @@ def refusal(cell: Cell) -> str:
         for tried in [cell] if search is None else [search.at(search.values[at]) for at in (-1, 0)]:
             try:
                 plan(tried)
-            except Unsupported as error:
+            except impls.Unsupported as error:
                 reason = str(error)
             else:
                 return ""
-    except Unsupported as error:
+    except impls.Unsupported as error:
         reason = str(error)
     return reason
 
@@ -215,11 +196,11 @@ def option_mistakes(
     others: list[str] = []
     defaults: Any
     if section == "model_options":
-        defaults = unchanged_model(name, config)
+        defaults = impls.unchanged_model(name, config)
     elif section == "strategy_options":
-        defaults = nesting(name).options_type()
+        defaults = impls.nesting(name).options_type()
     else:
-        defaults, others = all_backends()[name].options_type(), list(TrainingOptions.model_fields)
+        defaults, others = impls.all_backends()[name].options_type(), list(TrainingOptions.model_fields)
     own = [field.name for field in fields(defaults)]
     keys = [*others, *own]
     what = "unknown key" if others else "unknown option"
@@ -227,12 +208,12 @@ def option_mistakes(
         ([name], what + (suggestion(name, keys) or "; there are none")) for name in given if name not in keys
     ]
     here = {name: value for name, value in given.items() if name in own}
-    mistakes += [([name], message) for name, message in wrong_values(defaults, here)]
+    mistakes += [([name], message) for name, message in impls.wrong_values(defaults, here)]
     if mistakes:
         return mistakes
     try:
         options = replace(defaults, **here)
     except ValueError as error:
         return [([], str(error))]
-    mistakes += [([name], message) for name, message in values_without_effect(options, here)]
+    mistakes += [([name], message) for name, message in impls.values_without_effect(options, here)]
     return mistakes + [([], problem) for problem in getattr(options, "problems_of_sizes", ())]

@@ -27,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from spbench import impls
 from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.stacks import NO_END, RankError
 from spbench.bench.measure.processes.staged_group import STAGED
@@ -44,22 +45,6 @@ from spbench.bench.measure.verify.oracle import check_rank
 from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.setting_values import names_a_file, read_model_file
-from spbench.impls import (
-    DEFAULT_BACKEND,
-    PRECISIONS,
-    Model,
-    Nesting,
-    Place,
-    Unsupported,
-    all_models,
-    all_strategies,
-    backend_class,
-    given_folds,
-    model_preset,
-    nesting,
-    set_options,
-    spelled,
-)
 
 #: seconds that a case may take after another case of its strategy did not end within the pool's limit
 HUNG_S = 15.0
@@ -74,7 +59,7 @@ def verify_cases(
     *,
     model_options: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
-    backend: str = DEFAULT_BACKEND,
+    backend: str = impls.DEFAULT_BACKEND,
     backend_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
     batch: int = 3,
@@ -111,9 +96,11 @@ def verify_cases(
         UserError: a config.json cannot be read, or has something that no model here has.
         ValueError: strategies cannot be nested in this way.
     """
-    nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
+    nestings = [
+        impls.nesting(name) for name in (impls.all_strategies() if strategies is None else strategies)
+    ]
     of_models, tried = dict(model_options or {}), _tiny() if models is None else models
-    presets = {name: set_options(_model(name), of_models, f"model {name}") for name in tried}
+    presets = {name: impls.set_options(_model(name), of_models, f"model {name}") for name in tried}
     _check_known(dtypes, backend)
     settings = {"batch": batch, "seq_len": seq_len, "backend": backend, "options": dict(options or {})}
     settings["backend_options"] = dict(backend_options or {})
@@ -135,8 +122,8 @@ class _Planned(NamedTuple):
 
 
 def _cases(
-    nestings: Sequence[Nesting],
-    presets: Mapping[str, Model],
+    nestings: Sequence[impls.Nesting],
+    presets: Mapping[str, impls.Model],
     world_sizes: Sequence[int],
     dtypes: Sequence[str],
     parts: Sequence[str] | None,
@@ -149,7 +136,7 @@ def _cases(
         tried = _parts_and_variants(preset, parts, () if of_models else preset.variants())
         for mesh in itertools.chain.from_iterable(_meshes(strategy, size) for size in world_sizes):
             for dtype, (part, varying) in itertools.product(dtypes, tried):
-                model = set_options(preset, varying, f"model {name}")
+                model = impls.set_options(preset, varying, f"model {name}")
                 variant = _spelled({**of_models, **varying, **of_all})
                 case = Case(strategy, model, part, dtype, **settings)
                 folds = _foldings(case, mesh if isinstance(mesh, int) else math.prod(mesh.values()))
@@ -178,9 +165,9 @@ def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) ->
 def _check_known(dtypes: Sequence[str], backend: str) -> None:
     """Raise a KeyError for an unknown dtype or backend before any rank starts."""
     for dtype in dtypes:
-        if dtype not in PRECISIONS:
-            raise KeyError(f"unknown dtype {dtype!r}; choices: {', '.join(PRECISIONS)}")
-    backend_class(backend)
+        if dtype not in impls.PRECISIONS:
+            raise KeyError(f"unknown dtype {dtype!r}; choices: {', '.join(impls.PRECISIONS)}")
+    impls.backend_class(backend)
 
 
 #: the most features of a position; wider models are shrunk, because float64 needs much memory
@@ -188,17 +175,17 @@ LARGEST_HIDDEN = 512
 
 
 def _tiny() -> list[str]:
-    return [name for name in all_models() if "-tiny" in name]
+    return [name for name in impls.all_models() if "-tiny" in name]
 
 
-def _model(name: str) -> Model:
+def _model(name: str) -> impls.Model:
     """The model of that name or config.json; a large model, or one from a file, is shrunk."""
-    model = model_preset(name, config=read_model_file(name) if names_a_file(name) else None)
+    model = impls.model_preset(name, config=read_model_file(name) if names_a_file(name) else None)
     return model.shrunk() if names_a_file(name) or getattr(model, "hidden", 0) > LARGEST_HIDDEN else model
 
 
 def _parts_and_variants(
-    preset: Model, parts: Sequence[str] | None, variants: Iterable[Mapping[str, Any]]
+    preset: impls.Model, parts: Sequence[str] | None, variants: Iterable[Mapping[str, Any]]
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """The chosen parts of a model with the preset's options, then the largest of them with each variant."""
     chosen = [part for part in preset.parts() if parts is None or part in parts]
@@ -206,7 +193,7 @@ def _parts_and_variants(
     return [*((part, {}) for part in chosen), *varied]
 
 
-def _meshes(strategy: Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
+def _meshes(strategy: impls.Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
     return strategy.meshes(size) if len(strategy.axes) > 1 else [size]
 
 
@@ -230,7 +217,7 @@ def verify_case(
     try:
         sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
         reason = ""
-    except Unsupported as unsupported:
+    except impls.Unsupported as unsupported:
         sizes, reason = {}, str(unsupported)
     row = VerifyRow(
         strategy=case.strategy.name,
@@ -247,16 +234,16 @@ def verify_case(
     if reason:
         return replace(row, status="unsupported", reason=reason)
     try:
-        plan = case.strategy.configured(Place({**sizes, **case.folds}), case.options)
+        plan = case.strategy.configured(impls.Place({**sizes, **case.folds}), case.options)
         plan.check(case.model.sites(case.batch, case.seq_len, plan.vocabulary_parts))
-    except Unsupported as unsupported:
+    except impls.Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     try:
         backend = shared_backend(row.size, device)
         if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
             row = replace(row, bytes=EQUAL)
         findings = pool.run(sizes, check_rank, case, timeout_s=timeout_s, device=device, backend=backend)
-    except Unsupported as unsupported:
+    except impls.Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
         red = replace(row, status="RED", error=float("inf"), rank=failed.rank, bytes="")
@@ -270,7 +257,7 @@ def verify_case(
 
 def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> VerifyRow:
     """The row with the worst of the findings, which are listed for ranks 0, 1, ..."""
-    every = judged(PRECISIONS[row.dtype].parameters, findings)
+    every = judged(impls.PRECISIONS[row.dtype].parameters, findings)
     own = [each for each in every if each.finding.apart is None]
     wrong = [each for each in own if each.excess > 1]
     worst = worst_of(own, wrong)
@@ -291,7 +278,7 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
 
 def _mesh(sizes: Mapping[str, int], folds: Mapping[str, int]) -> str:
     """A mesh as text: every axis of the strategy, then the folded axes that have several ranks."""
-    folded = spelled(given_folds(folds)).removeprefix("1")
+    folded = impls.spelled(impls.given_folds(folds)).removeprefix("1")
     return "x".join(f"{axis}{n}" for axis, n in sizes.items()) + folded
 
 

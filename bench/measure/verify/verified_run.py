@@ -20,28 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spbench import impls
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.impls import (
-    DEFAULT_BACKEND,
-    PRECISIONS,
-    BackendSettings,
-    Composition,
-    Model,
-    Nesting,
-    Precision,
-    Router,
-    Strategy,
-    WholeParameters,
-    all_reduce,
-    attributes_of,
-    backend_class,
-    default_dtype,
-    initialize,
-    is_expert,
-    options_of_backend,
-    positions_of,
-    shard_of,
-)
 
 #: the standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
 #: flat, and the gradients of queries and keys tiny
@@ -67,21 +47,21 @@ class Case:
         folds: ranks along folded axes (:mod:`spbench.impls.folding`), in addition to the mesh's axes.
     """
 
-    strategy: type[Strategy] | Nesting
-    model: Model
+    strategy: type[impls.Strategy] | impls.Nesting
+    model: impls.Model
     part: str
     dtype: str = "fp64"
     batch: int = 3
     seq_len: int = 24
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
-    backend: str = DEFAULT_BACKEND
+    backend: str = impls.DEFAULT_BACKEND
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     folds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return PRECISIONS[self.dtype].parameters
+        return impls.PRECISIONS[self.dtype].parameters
 
 
 class VerifiedRun:
@@ -104,10 +84,10 @@ class VerifiedRun:
     def __init__(
         self,
         case: Case,
-        strategy: Strategy,
+        strategy: impls.Strategy,
         dtype: torch.dtype,
         shapes: Mapping[str, torch.Size] | None = None,
-        around: Composition | None = None,
+        around: impls.Composition | None = None,
         *,
         device: str,
         recorder: Recorder | None = None,
@@ -115,22 +95,23 @@ class VerifiedRun:
         given: Mapping[str, np.ndarray] = MappingProxyType({}),
     ):
         self.strategy, self.part, self.device = strategy, case.model.parts()[case.part], device
-        cls = backend_class(case.backend)
-        options = options_of_backend(case.backend, case.backend_options)
+        cls = impls.backend_class(case.backend)
+        options = impls.options_of_backend(case.backend, case.backend_options)
         on_meta, build = cls.starts_on_meta(options), partial(_build, case, self.part.build, strategy, dtype)
         self.module = build("meta" if on_meta else device)
         if not on_meta:
             _set_weights(case, self.module, self.module.parameters())
         # noted before a backend replaces the parameters
-        self.shards = {name: shard_of(p) for name, p in self.module.named_parameters()}
+        self.shards = {name: impls.shard_of(p) for name, p in self.module.named_parameters()}
         self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
-        self.experts = {name for name, p in self.module.named_parameters() if is_expert(p)}
-        attributes = attributes_of(self.module)
-        settings = BackendSettings(moments="later", options=options)
-        self.backend = cls(self.module, strategy, around or Composition(), Precision(dtype), settings)
+        self.experts = {name for name, p in self.module.named_parameters() if impls.is_expert(p)}
+        attributes = impls.attributes_of(self.module)
+        settings = impls.BackendSettings(moments="later", options=options)
+        composed, precision = around or impls.Composition(), impls.Precision(dtype)
+        self.backend = cls(self.module, strategy, composed, precision, settings)
         if on_meta:
             parts = self.backend.weight_parts()
-            weights = WholeParameters(self.module, parts, attributes, partial(build, "cpu"))
+            weights = impls.WholeParameters(self.module, parts, attributes, partial(build, "cpu"))
             _set_weights(case, weights, [part.values for part in parts.values()])
         self.backend.zero()
         self.choices: dict[str, np.ndarray] = {}
@@ -192,7 +173,7 @@ class VerifiedRun:
     def _watch_routers(self, batch: int, given: Mapping[str, np.ndarray]) -> None:
         """Make routers return the choices in ``given``; if there are none, keep the routers' own."""
         for name, module in self.module.named_modules():
-            if isinstance(module, Router):
+            if isinstance(module, impls.Router):
                 choose = partial(self._noted, name, batch, module.choose)
                 module.choose = self._given(given[name]) if given else choose  # type: ignore[method-assign]
 
@@ -204,25 +185,25 @@ class VerifiedRun:
 
     def _given(self, experts: np.ndarray) -> partial[Tensor]:
         """A function that returns the choices of this rank's tokens, from those of all tokens [B, L, k]."""
-        here = positions_of(self.strategy, self.strategy.place, experts.shape[1])
+        here = impls.positions_of(self.strategy, self.strategy.place, experts.shape[1])
         mine = torch.from_numpy(experts[:, here]).flatten(0, 1)
         return partial(_copied, mine)
 
     def _summed(self, x: Tensor | None) -> Tensor | None:
         """The sum of all ranks' shares of a loss, or of a value that follows from shares of a loss."""
         group = self.strategy.place.group(*self.strategy.position_axes)
-        return x if x is None or group is None else all_reduce(x.detach().clone(), group)
+        return x if x is None or group is None else impls.all_reduce(x.detach().clone(), group)
 
 
-def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype, device: str) -> nn.Module:
-    with default_dtype(dtype), torch.device(device):
+def _build(case: Case, build: Any, strategy: impls.Strategy, dtype: torch.dtype, device: str) -> nn.Module:
+    with impls.default_dtype(dtype), torch.device(device):
         module: nn.Module = build(strategy, case.seq_len)
     return module
 
 
 def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
     """Draw the module's weights, then round this rank's weights ``held`` to the case's dtype."""
-    initialize(module, case.seed, deviation=DEVIATION, everything=True)
+    impls.initialize(module, case.seed, deviation=DEVIATION, everything=True)
     with torch.no_grad():
         for values in held:
             values.copy_(values.to(case.torch_dtype))
@@ -299,7 +280,7 @@ class Sites:
 
 
 @contextmanager
-def watched(strategy: Strategy, module: nn.Module) -> Iterator[Sites]:
+def watched(strategy: impls.Strategy, module: nn.Module) -> Iterator[Sites]:
     """A context whose value gets the tensors at the sites of attention that the module's forward reaches,
     without the sites that recomputation in backward reaches again."""
     sites, clock, calls = Sites(), itertools.count(), itertools.count()

@@ -17,17 +17,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from spbench.bench import measure
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
-from spbench.bench.measure import (
-    AttentionKernel,
-    Cluster,
-    Direction,
-    Mask,
-    Precision,
-    cluster_names,
-    load_cluster,
-)
 from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.yaml_files import read_yaml
 from spbench.impls import WIRE_SHARE
@@ -68,14 +60,14 @@ def log_table(module: str) -> Any:
 class TimedMatmul:
     """A matmul with its time; ``nbytes``: the bytes of both operands and of the result."""
 
-    precision: Precision
+    precision: measure.Precision
     flops: float
     nbytes: float
     seconds: float
 
     @classmethod
     def of_shape(
-        cls, precision: Precision, m: int, n: int, k: int, seconds: float, batch: int = 1
+        cls, precision: measure.Precision, m: int, n: int, k: int, seconds: float, batch: int = 1
     ) -> TimedMatmul:
         """The matmul [M, K] x [K, N] that is done ``batch`` times in ``seconds``."""
         size = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[precision]
@@ -87,10 +79,10 @@ class AttentionSpeed:
     """The FLOPs per second of an attention kernel at one length, where only FLOPs that the mask leaves count;
     :class:`AttentionRate` describes the other fields."""
 
-    kernel: AttentionKernel
+    kernel: measure.AttentionKernel
     head_size: int
-    mask: Mask
-    direction: Direction | None
+    mask: measure.Mask
+    direction: measure.Direction | None
     length: int
     flops_per_s: float
 
@@ -195,7 +187,7 @@ class _Datasheet:
     node_link: float | None = None
 
 
-def check_plausible(findings: Mapping[str, Findings], base: Cluster | None) -> None:
+def check_plausible(findings: Mapping[str, Findings], base: measure.Cluster | None) -> None:
     """Refuse logs, by the names of their files, that cannot be of one card, or of the base's card.
 
     Args:
@@ -250,7 +242,7 @@ def _described(name: str) -> tuple[str, str, str]:
     return model, sizes[0] if sizes else "", form
 
 
-def _of_cluster(cluster: Cluster) -> _Datasheet:
+def _of_cluster(cluster: measure.Cluster) -> _Datasheet:
     device = cluster.device
     link = cluster.node_link.bandwidth_bytes_per_s.value if cluster.node_link else None
     peaks = {str(name): each.value for name, each in device.peak_flops_per_s.items()}
@@ -261,7 +253,7 @@ def _of_cluster(cluster: Cluster) -> _Datasheet:
 def _of_card(card: str) -> _Datasheet:
     """The datasheet of a card, from the first packaged cluster that has it, without the cluster's links; a
     datasheet without figures if no cluster has the card."""
-    for cluster in map(load_cluster, cluster_names() if _described(card)[0] else ()):
+    for cluster in map(measure.load_cluster, measure.cluster_names() if _described(card)[0] else ()):
         if _described(cluster.device.name)[0] and is_same_card(card, cluster.device.name):
             return replace(_of_cluster(cluster), name=cluster.device.name, node_link=None)
     return _Datasheet(card, {}, None)

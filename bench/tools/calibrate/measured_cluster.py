@@ -11,23 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure import (
-    KERNEL,
-    BusRate,
-    Cluster,
-    Device,
-    Host,
-    Link,
-    MatmulRate,
-    MeasuredRate,
-    Network,
-    RatedCollective,
-    Sourced,
-    cpu_model,
-    launch,
-    trace_rank,
-)
 from spbench.bench.tools.calibrate.collective_rates import (
     SEND,
     SEND_BETWEEN,
@@ -84,7 +69,7 @@ def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machin
     cell = SMALL.model_copy(
         update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
     )
-    measured = launch(cell, partial(_on_rank, sweep=sweep))[0]
+    measured = measure.launch(cell, partial(_on_rank, sweep=sweep))[0]
     kernels, *_ = _counts(SMALL)
     counts = [_counts(step) for step in sweep.steps]
     return Machine(**measured, ranks=world, kernels=kernels, host_work=counts)
@@ -92,10 +77,10 @@ def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machin
 
 def _counts(cell: Cell) -> list[int]:
     """A step's numbers of operators that launch kernels, of views, nodes of autograd, and module calls."""
-    program = trace_rank(cell, events=True).program
+    program = measure.trace_rank(cell, events=True).program
     assert program is not None
     views, nodes, modules, _ = program.host.sum(0).tolist()
-    return [int((program.kind == KERNEL).sum()), views, nodes, modules]
+    return [int((program.kind == measure.KERNEL).sum()), views, nodes, modules]
 
 
 def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
@@ -103,7 +88,7 @@ def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
     points += operator_points(mesh, cell, sweep)
     points += collective_rates(mesh.device_type, sweep)
     memory, threads = None, torch.get_num_threads()
-    name = f"{cpu_model()}, {threads} thread{'s' * (threads > 1)}"
+    name = f"{measure.cpu_model()}, {threads} thread{'s' * (threads > 1)}"
     if mesh.device_type == "cuda":
         free, total = torch.cuda.mem_get_info()
         memory = total, max(0, total - free - torch.cuda.memory_reserved())
@@ -119,7 +104,7 @@ def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
     }
 
 
-def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
+def cluster_of(machine: Machine, name: str, source: str) -> measure.Cluster:
     """The cluster with the measured rates of a machine; ``source`` is the source of every rate and limit.
 
     The peak of matmuls is the best rate of all shapes; the bandwidth of memory is the rate of the largest
@@ -128,7 +113,7 @@ def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
     their own, and so have collectives if all ranks were on one machine. Ranks on one machine's CPUs count as
     nodes, with the loopback between them, as in the cluster ``local``."""
     devices_per_node, node_link, network = _links(machine, source)
-    return Cluster(
+    return measure.Cluster(
         name=name,
         about=f"{machine.device_name}; {source}",
         device=_device(machine, source),
@@ -147,30 +132,30 @@ def _rounded(value: float) -> float:
 
 
 def _sourced(value: float | None, source: str, note: str) -> Any:
-    return Sourced(value=None if value is None else _rounded(value), source=source, note=note)
+    return measure.Sourced(value=None if value is None else _rounded(value), source=source, note=note)
 
 
-def _links(machine: Machine, source: str) -> tuple[int, Link | None, Network]:
+def _links(machine: Machine, source: str) -> tuple[int, measure.Link | None, measure.Network]:
     """The number of a node's devices, the link between these devices, and the network between nodes."""
     if machine.per_node < machine.ranks:
         # all ranks of a node send at once, so that the measured rate is that of a card for each rank
-        network = Network(**_link(machine, SEND_BETWEEN, source), nics_per_node=machine.per_node)
-        within = Link(**_link(machine, SEND_WITHIN, source)) if machine.per_node > 1 else None
+        network = measure.Network(**_link(machine, SEND_BETWEEN, source), nics_per_node=machine.per_node)
+        within = measure.Link(**_link(machine, SEND_WITHIN, source)) if machine.per_node > 1 else None
         return machine.per_node, within, network
-    unknown: Any = Sourced(value=None, source="not measured: there was one node")
-    network = Network(latency_s=unknown, bandwidth_bytes_per_s=unknown)
+    unknown: Any = measure.Sourced(value=None, source="not measured: there was one node")
+    network = measure.Network(latency_s=unknown, bandwidth_bytes_per_s=unknown)
     if machine.ranks == 1:
         return 1, None, network
     rates = {**_link(machine, SEND, source), "collectives": _rated(machine, source)}
     if machine.device_type == "cuda":
-        return machine.ranks, Link(**rates), network
-    return 1, None, Network(**rates)
+        return machine.ranks, measure.Link(**rates), network
+    return 1, None, measure.Network(**rates)
 
 
-def _rated(machine: Machine, source: str) -> dict[Any, list[BusRate]]:
+def _rated(machine: Machine, source: str) -> dict[Any, list[measure.BusRate]]:
     """The latency and the bus bandwidth of each collective that was measured at several sizes."""
     rates = {}
-    for kind in get_args(RatedCollective):
+    for kind in get_args(measure.RatedCollective):
         points = machine.of(kind)
         if len(points) < 2:
             continue
@@ -181,7 +166,7 @@ def _rated(machine: Machine, source: str) -> dict[Any, list[BusRate]]:
             note = f"{kind} on {machine.ranks} ranks, {points[0].size} to {points[-1].size}; {_off(fit)}"
             figures = (_sourced(value, source, note) for value in (latency, 1 / byte_s))
             of_kind = dict(zip(("latency_s", "bandwidth_bytes_per_s"), figures, strict=True))
-            rates[kind] = [BusRate(ranks=machine.ranks, **of_kind)]
+            rates[kind] = [measure.BusRate(ranks=machine.ranks, **of_kind)]
     return rates
 
 
@@ -201,24 +186,24 @@ def _link(machine: Machine, operation: str, source: str) -> dict[str, Any]:
     }
 
 
-def _device(machine: Machine, source: str) -> Device:
+def _device(machine: Machine, source: str) -> measure.Device:
     if machine.memory_bytes is None:
-        total = Sourced[int](value=None, source="not limited")
-        context = Sourced[int](value=0, source="there is no device context")
+        total = measure.Sourced[int](value=None, source="not limited")
+        context = measure.Sourced[int](value=0, source="there is no device context")
     else:
-        total = Sourced[int](value=machine.memory_bytes[0], source=source)
+        total = measure.Sourced[int](value=machine.memory_bytes[0], source=source)
         note = "of the whole card, less free and what torch's allocator held; with other processes' share"
-        context = Sourced[int](value=machine.memory_bytes[1], source=source, note=note)
+        context = measure.Sourced[int](value=machine.memory_bytes[1], source=source, note=note)
     largest = machine.of("sum")[-1]
     sums = f"sum of two tensors of {largest.size} each into new memory"
     precisions = dict.fromkeys(p.precision for p in machine.of("matmul"))
     peaks = {precision: _matmuls(machine, precision, source) for precision in precisions}
-    launches: Any = Sourced(value=None, source="host has it")
+    launches: Any = measure.Sourced(value=None, source="host has it")
     if not machine.host_work:
         (step,) = machine.of("training step")
         note = f"step of {step.size} over its {machine.kernels} operators"
         launches = _sourced(step.seconds / machine.kernels, source, note)
-    return Device(
+    return measure.Device(
         name=machine.device_name,
         memory_total_bytes=total,
         memory_context_bytes=context,
@@ -226,24 +211,28 @@ def _device(machine: Machine, source: str) -> Device:
         peak_flops_per_s=peaks,  # type: ignore[arg-type]
         matmul=_in_steps(machine, peaks, source),  # type: ignore[arg-type]
         operators={
-            name: Sourced(value=[[float(round(n)), _rounded(s)] for n, s in times], source=source)
+            name: measure.Sourced(value=[[float(round(n)), _rounded(s)] for n, s in times], source=source)
             for name, times in operator_times(machine.points).items()
         },
         launch_overhead_s=launches,
     )
 
 
-def _host(machine: Machine, source: str) -> Host:
+def _host(machine: Machine, source: str) -> measure.Host:
     """The host's seconds in training steps outside of operators, on a CPU, which also runs the operators."""
     note = "by calls of each alone; step_s is what is left of training steps"
     seconds = host_figures(machine.points, machine.host_work)
     figures = {name: _sourced(value, source, note) for name, value in seconds.items()}
     none = _sourced(0.0, source, "in what operators and collectives take")
-    ahead: Any = Sourced(value=1, source=source, note="kernels run where they are launched")
-    return Host(**figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True)
+    ahead: Any = measure.Sourced(value=1, source=source, note="kernels run where they are launched")
+    return measure.Host(
+        **figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True
+    )
 
 
-def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[str, MatmulRate] | None:
+def _in_steps(
+    machine: Machine, peaks: Mapping[str, Any], source: str
+) -> dict[str, measure.MatmulRate] | None:
     """The rates of matmuls inside training steps, by precision; None if no such matmuls were timed."""
     rates = {}
     for precision, peak in peaks.items():
@@ -251,7 +240,7 @@ def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[s
         if fit is not None and fit.coefficients[0]:
             flop_s, byte_s = fit.coefficients
             note = f"matmuls inside training steps; {_off(fit)}"
-            rates[precision] = MatmulRate(
+            rates[precision] = measure.MatmulRate(
                 share=_sourced(1 / (flop_s * peak.value), source, note),
                 bandwidth_bytes_per_s=_sourced(1 / byte_s if byte_s else None, source, note),
             )
@@ -269,7 +258,7 @@ def _matmuls(machine: Machine, precision: str, source: str) -> Any:
     return _sourced(best.flops_per_s, source, note)
 
 
-def _measured(point: RatePoint) -> MeasuredRate:
-    values: dict[str, Any] = {name: getattr(point, name) for name in MeasuredRate.model_fields}
+def _measured(point: RatePoint) -> measure.MeasuredRate:
+    values: dict[str, Any] = {name: getattr(point, name) for name in measure.MeasuredRate.model_fields}
     values |= {name: _rounded(value) for name, value in values.items() if isinstance(value, float)}
-    return MeasuredRate(**values)
+    return measure.MeasuredRate(**values)

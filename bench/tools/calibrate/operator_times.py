@@ -24,18 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.measure import (
-    MATMUL,
-    PRECISION_NAMES,
-    SEED,
-    OperatorTimes,
-    TorchDispatchMode,
-    operator_seconds,
-    price_of,
-    seconds,
-    set_up,
-)
+from spbench.bench.measure import seconds
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
 from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
 from spbench.impls import initialize, model_preset
@@ -105,7 +96,7 @@ _Kind = tuple[str, int, int, int, int, tuple[int, ...], tuple[int, ...]]
 _Freeing = list[tuple[float, float]]
 
 
-class _Clock(TorchDispatchMode):
+class _Clock(measure.TorchDispatchMode):
     """Times the operators that are dispatched inside this mode: seconds of each call, by kind of call."""
 
     def __init__(self) -> None:
@@ -119,7 +110,7 @@ class _Clock(TorchDispatchMode):
         start = time.perf_counter()
         result = func(*args, **kwargs)
         end = time.perf_counter()
-        price = price_of(func)
+        price = measure.price_of(func)
         if not price.free:
             category, nbytes, flops, precision, shape, *_ = price.of(args, kwargs, result)
             kind = price.name, category, nbytes, flops, precision, shape, _made(args, result)
@@ -173,8 +164,8 @@ def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[Rate
 
 def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep, freeing: _Freeing) -> Iterator[RatePoint]:
     """Yield the measured seconds of one training step: outside of operators, and of each kind of call."""
-    training, inputs = set_up(cell, mesh, torch.Generator().manual_seed(SEED))
-    initialize(training.module, SEED)
+    training, inputs = measure.set_up(cell, mesh, torch.Generator().manual_seed(measure.SEED))
+    initialize(training.module, measure.SEED)
     for _ in range(_WARMUP):
         training.step(inputs)
     steps_s, clocks = [], []
@@ -207,7 +198,7 @@ def points_of(
     """
     ranks = cell.sizes.world
     whole = {
-        kind: [s + float(operator_seconds(freeing, np.array(kind[-1])).sum()) for s in taken]
+        kind: [s + float(measure.operator_seconds(freeing, np.array(kind[-1])).sum()) for s in taken]
         for kind, taken in samples.items()
     }
     inside = [sum(count * whole[kind][i] for kind, count in calls.items()) for i in range(len(steps_s))]
@@ -215,8 +206,8 @@ def points_of(
     size = f"{cell.model}, {list(cell.shape)}"
     yield RatePoint(STEP, size, sum(calls.values()), cell.precision, ranks, beside)
     for (name, category, nbytes, flops, number, shape, _), taken in whole.items():
-        precision = PRECISION_NAMES[number]
-        if flops and category == MATMUL:
+        precision = measure.PRECISION_NAMES[number]
+        if flops and category == measure.MATMUL:
             size = f"{name} {list(shape)}"
             yield RatePoint(MATMUL_IN_STEP, size, nbytes, precision, ranks, taken, flops=flops, nbytes=nbytes)
         elif nbytes and not flops:
@@ -231,9 +222,9 @@ _LEAST_FLOPS = 1e7
 _ALONE = (WITH_NODE, BARE, VIEW, BACKWARD, MODULE)
 
 
-def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
+def operator_times(points: Sequence[RatePoint]) -> dict[str, measure.OperatorTimes]:
     """The mean bytes and seconds of the calls of each operator, by powers of two of bytes."""
-    times: dict[str, OperatorTimes] = defaultdict(list)
+    times: dict[str, measure.OperatorTimes] = defaultdict(list)
     of_calls = [point for point in points if point.operation.startswith(OPERATOR)]
     by_size = grouped(of_calls, lambda p: (p.operation, int(log2(max(p.nbytes, _SMALLEST)))))
     for (operation, _), alike in sorted(by_size.items()):

@@ -202,7 +202,7 @@ def _section(findings: PaperFindings, source: str, scenarios: Sequence[str]) -> 
     without = [_link(name, findings, short=True) for name, own in of_scenarios.items() if not own]
     lines = [*chain.from_iterable(of_scenarios.values())]
     text = f"## [{title}]({target}): {verdict.word}\n\n{sentences}\n\n{markdown(lines)}"
-    return text + (f"\nWithout published numbers: {', '.join(without)}.\n" if without else "")
+    return text + (f"\nNo numbers are published for {', '.join(without)}.\n" if without else "")
 
 
 def _lines(scenario: str, findings: PaperFindings) -> Iterator[Line]:

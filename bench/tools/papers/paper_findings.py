@@ -304,11 +304,11 @@ def counts(verdict: PaperVerdict) -> str:
     """The numbers of a verdict in words."""
     if not verdict.judged:
         return "nothing was judged"
-    text = f"{verdict.met} of {verdict.judged} numbers met"
+    text = f"{verdict.met} of {verdict.judged} numbers are met"
     if verdict.median is not None:
         text += f", median error {percent(verdict.median)}, worst {percent(max(verdict.errors), 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
-        text += f"{'; closed forms' if verdict.errors else ', closed forms'} off by up to {percent(worst, 0)}"
+        text += f"{';' if verdict.errors else ','} closed forms are off by up to {percent(worst, 0)}"
     return text
 
 

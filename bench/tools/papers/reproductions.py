@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
@@ -20,22 +21,6 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
-from spbench.bench.measure import (
-    ALL,
-    ANY,
-    BANDS_FILE,
-    CERTAINTY_FILE,
-    MEMORY_ERRORS_FILE,
-    RESULTS_FILE,
-    Crew,
-    Evidence,
-    Narrowing,
-    Scenario,
-    executor_at,
-    packaged_model,
-    run_cell,
-    trace_classes,
-)
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario, set_beside
 from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv, write_csv
@@ -91,7 +76,7 @@ def write_kept(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
             made_by = {key: (row.get("provenance") or {}).get(key) for key in _PROVENANCE}
             kept = {key: row[key] for key in _KEPT if key in row} | {"provenance": made_by}
             lines.append(json_line(kept, sort_keys=True))
-        files.append(write_whole(folder / name / RESULTS_FILE, "".join(lines)))
+        files.append(write_whole(folder / name / measure.RESULTS_FILE, "".join(lines)))
     cells = [Cell.model_validate(row["cell"]) for row in rows[LAYERS] if row["status"] in ("ok", "oom")]
     return files + [write_trace(cell, folder) for cell in cells]
 
@@ -107,7 +92,7 @@ def write_trace(cell: Cell, folder: Path) -> Path:
 
     ``otherData`` has the cell's key, the step time, and each rank's seconds by kind of work. Unsupported if
     the strategy cannot run the cell. UserError if the file cannot be written."""
-    timeline = trace_classes(cell, events=True).simulator()()
+    timeline = measure.trace_classes(cell, events=True).simulator()()
     ranks = range(timeline.world_size)
     by_rank = [timeline.breakdown_of(rank) for rank in ranks]
     about = {"cell": cell.key, "step_time_s": timeline.step_time_s, "by_rank": by_rank}
@@ -153,14 +138,14 @@ def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterat
     of_papers = [] if request.paper in (*others, BANDS) else scenarios_of(request.asked[0])
     for paper, scenarios in of_papers if request.write else ():
         check_documents(paper.name, [scenario.name for scenario in scenarios])
-    with Crew(run_cell) as crew, executor_at(executor) as there:
+    with measure.Crew(measure.run_cell) as crew, measure.executor_at(executor) as there:
         request = replace(request, crew=crew, executor=there)
         for paper, scenarios in of_papers:
             yield reproduce_paper(request, paper, scenarios)
         for name, other in others.items():
-            if request.paper in (name, ALL):
+            if request.paper in (name, measure.ALL):
                 yield other(request)
-    if request.paper in (BANDS, ALL):
+    if request.paper in (BANDS, measure.ALL):
         yield fit_bands(request)
 
 
@@ -173,10 +158,10 @@ def _strategies(request: Reproduction) -> Output:
     return Output([Table("Strategies beside each other", lines)], {"files": lines}, files=files, code=code)
 
 
-def _on_other_clusters(name: str = "*") -> Iterator[tuple[Path, Scenario, Narrowing]]:
+def _on_other_clusters(name: str = "*") -> Iterator[tuple[Path, measure.Scenario, measure.Narrowing]]:
     """(file of a cluster that lacks rates, scenario of that name, narrowing of it to the cluster)."""
     for cluster in sorted(FOLDER.glob(f"{name}/*.yaml")):
-        yield cluster, load_scenario(cluster.stem), Narrowing(clusters=(cluster.as_posix(),))
+        yield cluster, load_scenario(cluster.stem), measure.Narrowing(clusters=(cluster.as_posix(),))
 
 
 def _without_rates(name: str, request: Reproduction) -> Output:
@@ -228,7 +213,10 @@ def fit_bands(request: Reproduction) -> Output:
             "interval": f"{difference(low - 1, 0)} {difference(high - 1, 0)}",
             "rests on": words,
         }
-        for rates, of_class in {**model.intervals, **dict.fromkeys(model.of_stand_ins, (ANY,))}.items()
+        for rates, of_class in {
+            **model.intervals,
+            **dict.fromkeys(model.of_stand_ins, (measure.ANY,)),
+        }.items()
         for bound in of_class
         for low, high, words in [model.band(rates, bound, model.strategies[0])]
     ]
@@ -238,9 +226,9 @@ def fit_bands(request: Reproduction) -> Output:
     verdicts = certainty_lines(runs, kinds)
     folder = PACKAGED if request.write else request.output
     contents = {
-        BANDS_FILE: json.dumps(model.as_dict(), indent=1),
-        MEMORY_ERRORS_FILE: json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":")),
-        CERTAINTY_FILE: json.dumps(Evidence.of(runs, kinds)._asdict(), indent=1),
+        measure.BANDS_FILE: json.dumps(model.as_dict(), indent=1),
+        measure.MEMORY_ERRORS_FILE: json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":")),
+        measure.CERTAINTY_FILE: json.dumps(measure.Evidence.of(runs, kinds)._asdict(), indent=1),
     }
     written = [write_whole(folder / name, f"{text}\n") for name, text in contents.items()]
     if request.write:
@@ -251,7 +239,7 @@ def fit_bands(request: Reproduction) -> Output:
             write_part(SUMMARY_PAGE, BANDS, "certainty", verdicts),
             *write_shared(),
         ]
-        packaged_model.cache_clear()
+        measure.packaged_model.cache_clear()
     tables = [
         Table("Published step times, and how many lie within the intervals of the other sources", lines),
         Table("Intervals of a simulated time of 1", intervals),
@@ -264,6 +252,6 @@ def fit_bands(request: Reproduction) -> Output:
 def _all_cells() -> Mapping[str, Cell]:
     """The declared cells of the packaged scenarios by key, and those on clusters that lack rates."""
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
-    declared = [(each, Narrowing(variant=ALL)) for each in scenarios if each.document.paper]
+    declared = [(each, measure.Narrowing(variant=measure.ALL)) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
     return {cell.key: cell for scenario, narrowing in declared for cell in narrowing.declared(scenario)}

@@ -8,20 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from spbench import impls
 from spbench.bench.command_line.output import Table
 from spbench.bench.measure import LISTED, OF_CLASSES
 from spbench.bench.tools.papers.answer import answer_kinds
 from spbench.bench.units import three_digits
-from spbench.impls import (
-    Published,
-    Site,
-    Strategy,
-    Unsupported,
-    all_models,
-    all_strategies,
-    model_preset,
-    published_models,
-)
 from spbench.plots.series import grouped
 
 
@@ -33,7 +24,7 @@ def of_classes(kind: str) -> dict[str, str]:
     if kind == "models":
         texts |= {
             each.name: f"{each.parameters or 'an uncited number of'} parameters, by its config.json"
-            for each in published_models()
+            for each in impls.published_models()
         }
     return texts
 
@@ -42,28 +33,30 @@ def that_fit(kind: str, text: str) -> Collection[str] | None:
     """The names of the strategies that support the model called ``text``, or, if ``kind`` is "models", of the
     models that the strategy ``text`` supports, whatever their sizes; None if nothing is called ``text``."""
     if kind == "models":
-        if (cls := all_strategies().get(text)) is None:
+        if (cls := impls.all_strategies().get(text)) is None:
             return None
-        return [name for name, model in all_models().items() if not cls.lacking(_sites(model))]
-    configs = dict.fromkeys(all_models()) | {each.name: each.config for each in published_models()}
+        return [name for name, model in impls.all_models().items() if not cls.lacking(_sites(model))]
+    configs = dict.fromkeys(impls.all_models()) | {
+        each.name: each.config for each in impls.published_models()
+    }
     if text not in configs:
         return None
-    sites = _sites(model_preset(text, config=configs[text]))
-    return [name for name, cls in all_strategies().items() if not cls.lacking(sites)]
+    sites = _sites(impls.model_preset(text, config=configs[text]))
+    return [name for name, cls in impls.all_strategies().items() if not cls.lacking(sites)]
 
 
-def _sites(model: Any) -> list[Site]:
+def _sites(model: Any) -> list[impls.Site]:
     """The sites at which a model's step uses a strategy, at the longest sequence up to 4096 that it supports
     (a model on grids does not support every length)."""
     for length in range(_LENGTH, 0, -1):
         try:
             return list(model.sites(1, length))
-        except Unsupported:
+        except impls.Unsupported:
             continue
     return []
 
 
-def _about_strategy(cls: type[Strategy]) -> str:
+def _about_strategy(cls: type[impls.Strategy]) -> str:
     axes = f"{'axis' if len(cls.axes) == 1 else 'axes'} {', '.join(cls.axes)}" if cls.axes else ""
     around = f"{cls.name}+S: around a strategy S" if cls.can_enclose else ""
     needs = f"needs {' and '.join(cls.requires)}" if cls.requires else ""
@@ -127,8 +120,8 @@ def tables_of_models(names: Sequence[str], *, each: bool) -> list[Table]:
         each: whether each model on Hugging Face has a line; else each owner has one.
     """
     wanted = {*names}
-    ours = {name: model for name, model in sorted(all_models().items()) if name in wanted}
-    theirs = [model for model in published_models() if model.name in wanted]
+    ours = {name: model for name, model in sorted(impls.all_models().items()) if name in wanted}
+    theirs = [model for model in impls.published_models() if model.name in wanted]
     tables = []
     if ours:
         lines = [{"name": name, **_sizes(vars(model))} for name, model in ours.items()]
@@ -149,7 +142,7 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:
+def _owners(models: Sequence[impls.Published]) -> Iterator[dict[str, Any]]:
     """A line for each owner of models: the number of names, the range of parameters, and the families."""
     owners = grouped(models, lambda model: model.name.partition("/")[0])
     for owner, own in sorted(owners.items(), key=lambda item: item[0].lower()):
@@ -162,7 +155,7 @@ def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _range(models: Sequence[Published]) -> str:
+def _range(models: Sequence[impls.Published]) -> str:
     """The numbers of parameters of the smallest and the largest model ("7B to 70B"); "" if not published."""
     counts = sorted(_count(model.parameters) for model in models if model.parameters)
     return " to ".join(dict.fromkeys(map(_rounded, counts[:1] + counts[-1:])))

@@ -6,19 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from spbench.bench.measure import (
-    MATMUL,
-    AttentionCall,
-    AttentionRate,
-    Calibration,
-    Cluster,
-    Costs,
-    MatmulRate,
-    Precision,
-    ProgramBuilder,
-    attention_rate,
-    rates_along,
-)
+from spbench.bench import measure
 from spbench.impls import WIRE_SHARE
 
 #: n of a matmul [n, n] x [n, n], tokens of a sequence, bytes of a message
@@ -51,49 +39,52 @@ class RateCurve:
     measured: Mapping[int, float] = field(default_factory=dict)
 
 
-def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
+def product_curves(cluster: measure.Cluster) -> Iterator[RateCurve]:
     """Curves of the FLOPs a second of square matmuls by size, one for each precision that the card has."""
-    device, costs = cluster.device, Costs(cluster, Calibration())
-    for precision in get_args(Precision):
+    device, costs = cluster.device, measure.Costs(cluster, measure.Calibration())
+    for precision in get_args(measure.Precision):
         peak, own = device.peak_flops_per_s.get(precision), (device.matmul or {}).get(precision)
         if peak is None or peak.value is None:
             continue
         width = 4 if precision == "fp32" else 8 if precision == "fp64" else 2
-        program = ProgramBuilder((1,))
+        program = measure.ProgramBuilder((1,))
         for n in SIZES:
             flops, nbytes = 2.0 * n**3, 3.0 * width * n**2
             shape = (1, n, n, n)
             program.kernel(
-                "mm", flops=flops, nbytes=nbytes, precision=precision, category=MATMUL, shape=shape
+                "mm", flops=flops, nbytes=nbytes, precision=precision, category=measure.MATMUL, shape=shape
             )
         seconds = costs.kernels(program.program()) + costs.launch_s
         rates = [2.0 * n**3 / each for n, each in zip(SIZES, seconds, strict=True)]
         yield RateCurve("Matmuls", precision, SIZES, rates, {} if own is None else _measured(own))
 
 
-def _measured(rate: MatmulRate | AttentionRate) -> Mapping[int, float]:
+def _measured(rate: measure.MatmulRate | measure.AttentionRate) -> Mapping[int, float]:
     table = rate.table.value
-    return rate.measured if table is None else rates_along(table, HEADS, GROUPS)
+    return rate.measured if table is None else measure.rates_along(table, HEADS, GROUPS)
 
 
-def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
+def attention_curves(cluster: measure.Cluster) -> Iterator[RateCurve]:
     """Curves of the FLOPs a second of attention by sequence length, in a panel for each kernel."""
     attention = cluster.device.attention
     for kernel, rates in attention.kernels.items() if attention is not None else ():
         for rate in rates:
             at = list(map(rate.at, LENGTHS))
             if rate.table.value is not None:
-                alike = [AttentionCall("forward", "causal", rate.head_size, HEADS, n, n, n) for n in LENGTHS]
-                at = [attention_rate(rate, call, GROUPS) for call in alike]
+                alike = [
+                    measure.AttentionCall("forward", "causal", rate.head_size, HEADS, n, n, n)
+                    for n in LENGTHS
+                ]
+                at = [measure.attention_rate(rate, call, GROUPS) for call in alike]
             values = f"/{rate.value_head_size}" if rate.value_head_size else ""
             name = f"{rate.head_size}{values}, {rate.mask}, {rate.direction or 'both'}"
             yield RateCurve(f"Attention, {kernel}", name, LENGTHS, at, _measured(rate))
 
 
-def link_curves(cluster: Cluster) -> Iterator[RateCurve]:
+def link_curves(cluster: measure.Cluster) -> Iterator[RateCurve]:
     """Curves of bus bandwidth (the bytes a second that a rank sends over the wire) by message size: each
     collective and a send, within a node and on two nodes, and an all-reduce by number of ranks."""
-    node, costs = cluster.devices_per_node, Costs(cluster, Calibration())
+    node, costs = cluster.devices_per_node, measure.Costs(cluster, measure.Calibration())
     within = node > 1 and cluster.node_link is not None and cluster.node_link.known
     between = cluster.network.known and (node == 1 or within)
     panels = {"Within a node": (node, 1)} if within else {}
@@ -107,11 +98,11 @@ def link_curves(cluster: Cluster) -> Iterator[RateCurve]:
         yield _link_curve("All-reduce by ranks", name, _collective(costs, _KINDS[0], ranks), ranks, _KINDS[0])
 
 
-def _collective(costs: Costs, kind: str, ranks: int) -> Callable[[int], float]:
+def _collective(costs: measure.Costs, kind: str, ranks: int) -> Callable[[int], float]:
     return lambda nbytes: costs.collectives(kind, nbytes, [range(ranks)])[0]
 
 
-def _send(costs: Costs, sources: Sequence[int], peer: int) -> Callable[[int], float]:
+def _send(costs: measure.Costs, sources: Sequence[int], peer: int) -> Callable[[int], float]:
     """A function from bytes to the seconds of simultaneous sends, from each rank of ``sources`` to the rank
     ``peer`` places after it."""
     latency, per_byte = costs.transfers(sources, [rank + peer for rank in sources], 1)

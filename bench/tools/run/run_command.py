@@ -7,39 +7,27 @@ from typing import Any
 
 import click
 
-from spbench.bench.command_line.options import (
-    LIMIT,
-    WORDS,
-    WholeNumber,
-    choosing_cells,
-    device,
-    executor,
-    fresh,
-    jobs,
-    many,
-    path_option,
-    printed,
-)
+from spbench.bench.command_line import options
 from spbench.bench.command_line.output import Output
 from spbench.bench.measure import beginning_server
 
 
 @click.command("run")
-@choosing_cells
-@many("--engine", WORDS, "Run on these engines instead of the scenario's.")
-@device
+@options.choosing_cells
+@options.many("--engine", options.WORDS, "Run on these engines instead of the scenario's.")
+@options.device
 @click.option(
     "--rank",
-    type=WholeNumber(min=0),
+    type=options.WholeNumber(min=0),
     help="The rank that an engine plays which plays one alone; that with the largest peak if left out.",
 )
-@jobs
-@executor
-@path_option("--output", "Folder for results; default results/runs/NAME.")
-@fresh
+@options.jobs
+@options.executor
+@options.path_option("--output", "Folder for results; default results/runs/NAME.")
+@options.fresh
 @click.option(
     "--timeout",
-    type=LIMIT,
+    type=options.LIMIT,
     metavar="SECONDS",
     help="Give a cell up after this time, whatever the scenario says.",
 )
@@ -59,7 +47,7 @@ from spbench.bench.measure import beginning_server
 )
 @click.option("--unverified", is_flag=True, help="Run what is not proven right too; its rows are a mismatch.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
-@printed
+@options.printed
 def command(dry_run: bool, **asked: Any) -> Output:
     """Run the cells of SCENARIO, beside what was published.
 

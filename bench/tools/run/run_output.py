@@ -10,30 +10,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message
 from spbench.bench.command_line.shown_times import TIE, TIE_LEGEND, shown_band
-from spbench.bench.measure import (
-    TIGHT,
-    Narrowing,
-    Scenario,
-    certainty,
-    digests_of_a_run,
-    executor_at,
-    flat_rows,
-    is_final,
-    load_scenario,
-    only_plain_traces,
-    outdated,
-    priced_by_in_words,
-    read_rows,
-    refusal,
-    run_cells,
-    tied,
-    with_band,
-)
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison, frame_of
 from spbench.bench.tools.papers.draw_figures import draw_figure
@@ -62,7 +44,7 @@ _NAMED = 3
 
 def run(
     scenario: str,
-    narrowing: Narrowing,
+    narrowing: measure.Narrowing,
     engine: tuple[str, ...],
     device: Literal["cpu", "cuda"] | None,
     rank: int | None,
@@ -78,7 +60,7 @@ def run(
     dry_run: bool,
 ) -> Output:
     """Run a scenario, and return the output of `spbench run`; the arguments are the command's options."""
-    loaded = load_scenario(scenario)
+    loaded = measure.load_scenario(scenario)
     if loaded.has_answers:
         # imported only if the scenario has published numbers
         from spbench.bench.tools.papers.answer import set_beside, with_answers
@@ -91,32 +73,35 @@ def run(
     if dry_run:
         return planned(loaded, narrowing, folder, fresh or plain_trace)
     fresh = fresh or plain_trace
-    with only_plain_traces() if plain_trace else nullcontext(), executor_at(executor) as there:
+    with (
+        measure.only_plain_traces() if plain_trace else nullcontext(),
+        measure.executor_at(executor) as there,
+    ):
         options = jobs, fresh, None, there, timeout, unverified
-        ran = run_cells(loaded, narrowing, folder, progress, *options)
+        ran = measure.run_cells(loaded, narrowing, folder, progress, *options)
     comparisons, compared = set_beside(loaded, ran) if loaded.has_answers else ([], [])
     drawn, figure_failed = draw_figure(loaded, ran, comparisons, folder)
     outcome = results(loaded, ran.rows, comparisons, [ran.path, *compared, *drawn], memory)
     return dataclasses.replace(outcome, code=1 if ran.failed(progress, must_fit) or figure_failed else 0)
 
 
-def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
+def planned(scenario: measure.Scenario, narrowing: measure.Narrowing, folder: Path, fresh: bool) -> Output:
     """A table that says of each cell whether it would run, is unsupported, or has a row from before."""
     cells = narrowing.cells(scenario)
-    rows, problems = ([], []) if fresh else read_rows(folder)
+    rows, problems = ([], []) if fresh else measure.read_rows(folder)
     for problem in problems:
         message(f"spbench: warning: {problem}")
     kept = {row.key: row for row in rows}
-    digest_of = digests_of_a_run()
-    if stale := outdated(cells, kept, digest_of):
+    digest_of = measure.digests_of_a_run()
+    if stale := measure.outdated(cells, kept, digest_of):
         message(f"{scenario.name}: {stale}")
 
     refused: dict[int, str] = {}
 
     def now(index: int, cell: Cell) -> str:
-        if is_final(cell, kept.get(cell.key), digest_of):
+        if measure.is_final(cell, kept.get(cell.key), digest_of):
             return f"kept ({kept[cell.key].status})"
-        if reason := refusal(cell):
+        if reason := measure.refusal(cell):
             refused[index] = reason
         return f"unsupported: {reason}" if reason else "would run"
 
@@ -148,7 +133,7 @@ def _asked(cell: Cell) -> str:
 
 
 def results(
-    scenario: Scenario,
+    scenario: measure.Scenario,
     rows: Sequence[Row],
     comparisons: Sequence[Comparison],
     files: list[Path],
@@ -156,11 +141,11 @@ def results(
 ) -> Output:
     """The output of a scenario: a table of its rows, comparisons with published numbers, and a verdict; with
     ``memory`` also a table of the memory of each class of ranks."""
-    ties = tied(rows)
+    ties = measure.tied(rows)
     sections: list[Table | str] = [result_table(scenario.document.title, rows)]
     if any(ties):
         sections.append(TIE_LEGEND)
-    if priced_by := priced_by_in_words(row.measurement for row in rows):
+    if priced_by := measure.priced_by_in_words(row.measurement for row in rows):
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
     if memory:
         sections.append(memory_table({row.key: row.measurement for row in rows}))
@@ -169,14 +154,14 @@ def results(
     content: dict[str, Any] = {
         "scenario": scenario.name,
         "rows": [
-            {**with_band(row), "tie": tie, "fits": word, "tight_because": reason}
+            {**measure.with_band(row), "tie": tie, "fits": word, "tight_because": reason}
             for row, tie, (word, reason) in zip(rows, ties, map(_fits, rows), strict=True)
         ],
         "comparison": [dataclasses.asdict(entry) for entry in comparisons],
         "files": [str(path) for path in files],
     }
     notes = [*verdict(rows, comparisons)]
-    return Output(sections, finite(content), flat_rows(rows), notes=notes, files=files)
+    return Output(sections, finite(content), measure.flat_rows(rows), notes=notes, files=files)
 
 
 def _answer(quantity: str) -> Callable[[Entry], int | None]:
@@ -249,7 +234,7 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     unsupported = {at: row.reason for at, row in enumerate(rows) if row.status == "unsupported"}
     entries: list[Entry] = [
         {**entry, **_engine(row, entry), "options": option, "communication": row.measurement.communication}
-        for row, entry, option in zip(rows, flat_rows(rows), options, strict=True)
+        for row, entry, option in zip(rows, measure.flat_rows(rows), options, strict=True)
     ]
     shared = {name: entries[0][name] for name in _SHARED if len({entry[name] for entry in entries}) == 1}
     by_gpus, by_mesh = (
@@ -332,13 +317,13 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[
 
 def _fits(row: Row) -> tuple[str | None, str | None]:
     """Whether the cell of a row fits, is tight or does not fit, and why it is tight; None if not known."""
-    return certainty(Cell.model_validate(row.cell), row.measurement) or (None, None)
+    return measure.certainty(Cell.model_validate(row.cell), row.measurement) or (None, None)
 
 
 def _tight(rows: Sequence[Row]) -> Iterator[str]:
     """A note for each reason why cells that fit may not fit on a real card, with the first such cells."""
     verdicts = ((_fits(row), "/".join(row.key.split("/")[:5])) for row in rows)
-    tight = [(reason, cell) for (word, reason), cell in verdicts if word == TIGHT]
+    tight = [(reason, cell) for (word, reason), cell in verdicts if word == measure.TIGHT]
     for reason, of in grouped(tight, lambda each: each[0]).items():
         more = f" and {len(of) - _NAMED} more" if len(of) > _NAMED else ""
         yield f"tight: {'; '.join(cell for _, cell in of[:_NAMED])}{more}: {reason}"

@@ -8,23 +8,12 @@ from pathlib import Path
 
 import torch
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, memory_table
 from spbench.bench.command_line.progress import message, remark
 from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.errors import UserError
-from spbench.bench.measure import (
-    Narrowing,
-    RatesUnknown,
-    add_simulated_time,
-    check_rates,
-    load_cluster,
-    load_scenario,
-    priced_by_in_words,
-    trace_classes,
-    unproven,
-    with_band,
-)
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import shown_time
 from spbench.impls import Unsupported
@@ -32,14 +21,14 @@ from spbench.impls import Unsupported
 
 def traced(
     scenario: str,
-    narrowing: Narrowing,
+    narrowing: measure.Narrowing,
     shape: Mapping[str, int | None],
     ranks: Sequence[int],
     output: Path,
 ) -> Output:
     """Trace a cell, and return the output of `spbench trace`; the arguments are the command's options."""
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
-    return write_trace(narrowing.only_cell("a trace", load_scenario(scenario), shape), ranks, output)
+    return write_trace(narrowing.only_cell("a trace", measure.load_scenario(scenario), shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
@@ -50,31 +39,33 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     """
     world = cell.sizes.world
     try:
-        check_rates(load_cluster(cell.cluster), cell.precision, world)
+        measure.check_rates(measure.load_cluster(cell.cluster), cell.precision, world)
         if absent := [rank for rank in ranks if rank >= world]:
             raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
-        if refused := unproven([cell], say=remark):
+        if refused := measure.unproven([cell], say=remark):
             raise UserError(f"{cell.key}: {refused[cell.key].reason}")
         torch.set_num_threads(1)
         remark(f"tracing {cell.key}")
-        traces = trace_classes(cell, events=True)
+        traces = measure.trace_classes(cell, events=True)
         fits = traces.memory_measurement()
         if fits.status == "oom":
             message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
         timeline = traces.simulator()()
-    except RatesUnknown as error:
+    except measure.RatesUnknown as error:
         raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
     except Unsupported as error:
         raise UserError(f"{cell.key} cannot be run: {error}") from error
     timeline.export(output, ranks or [each.first for each in traces.classes])
-    add_simulated_time(fits, cell, timeline)
+    measure.add_simulated_time(fits, cell, timeline)
     return _report(cell, fits, output)
 
 
 def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
-    measured = with_band({"cell": cell.model_dump(), "measurement": measurement.as_dict()})["measurement"]
+    measured = measure.with_band({"cell": cell.model_dump(), "measurement": measurement.as_dict()})[
+        "measurement"
+    ]
     parts, of_step = _spoken(measurement.parts), _spoken(measurement.breakdown)
-    priced_by = priced_by_in_words([measured])
+    priced_by = measure.priced_by_in_words([measured])
     record = {
         "cell": cell.key,
         "step_time_s": measurement.step_time_s,

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import click
 
-from spbench.bench.command_line.options import (
-    body,
-    choosing_cells,
-    many,
-    numbers,
-    path_option,
-    printed,
-    shape,
-)
+from spbench.bench.command_line import options
 
 
 @click.command("trace")
-@choosing_cells
-@shape
-@many("--ranks", numbers(least=0), "Ranks to write; the first of each pipeline stage if left out.")
-@path_option("--output", "The file.", default="trace.json", show_default=True)
-@printed
-@body("run.step_trace:traced")
+@options.choosing_cells
+@options.shape
+@options.many(
+    "--ranks", options.numbers(least=0), "Ranks to write; the first of each pipeline stage if left out."
+)
+@options.path_option("--output", "The file.", default="trace.json", show_default=True)
+@options.printed
+@options.body("run.step_trace:traced")
 def command() -> None:
     """Write the simulated step of a cell as a trace for Perfetto.
 

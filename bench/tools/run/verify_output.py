@@ -11,27 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from spbench.bench import measure
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
-from spbench.bench.measure import (
-    EQUAL,
-    VERDICTS_FILE,
-    Verdict,
-    VerifyRow,
-    cell_names,
-    check_known,
-    chosen_device,
-    given,
-    keep_package_proof,
-    kept_verdicts,
-    option_mistakes,
-    provenance,
-    strategy_problem,
-    verified_code,
-    verify_cases,
-)
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file, read_model_file
 from spbench.impls import DEFAULT_BACKEND, PRECISIONS, absent, all_models, all_pairs, all_peers
@@ -71,15 +55,15 @@ def verified(
             *strategy,
             *(name for name, cls in sorted(all_peers().items()) if not absent(cls.requires)),
         ]
-    named = [name for text in strategy for name in cell_names("strategy", text)]
-    models = [name for text in model for name in cell_names("model", text)]
+    named = [name for text in strategy for name in measure.cell_names("strategy", text)]
+    models = [name for text in model for name in measure.cell_names("model", text)]
     _check_names(named, models, dtype, part, backend)
     options = _options(changes, [models, named, [backend]])
-    made_by: dict[str, Any] = {"backend": backend, "device": chosen_device(device or "available")}
-    made_by |= {name: provenance()[name] for name in ("commit", "torch")}
-    made_by |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
-    with kept_verdicts(output, made_by) as verdicts, Progress() as progress:
-        for row in verify_cases(
+    made_by: dict[str, Any] = {"backend": backend, "device": measure.chosen_device(device or "available")}
+    made_by |= {name: measure.provenance()[name] for name in ("commit", "torch")}
+    made_by |= {"code": measure.verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    with measure.kept_verdicts(output, made_by) as verdicts, Progress() as progress:
+        for row in measure.verify_cases(
             [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
             models or None,
             list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
@@ -96,14 +80,14 @@ def verified(
             verdicts.append(finite(dataclasses.asdict(row)))
             progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
             progress.now(f"{progress.done} of {progress.total} cases; {_spelled(row)}: {row.status}")
-    judged = _output(verdicts, named, [output / VERDICTS_FILE] if output is not None else [])
+    judged = _output(verdicts, named, [output / measure.VERDICTS_FILE] if output is not None else [])
     chosen = (named, models, world_size, dtype, part, changes, backend != DEFAULT_BACKEND)
     if judged.code == 0 and not any(chosen):
-        keep_package_proof()
+        measure.keep_package_proof()
     return judged
 
 
-def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]) -> Output:
+def _output(verdicts: Sequence[measure.Verdict], named: Sequence[str], files: list[Path]) -> Output:
     counts = Counter(verdict["status"] for verdict in verdicts)
     judged = {verdict["strategy"] for verdict in verdicts if verdict["status"] != "unsupported"}
     unproven = [name for name in dict.fromkeys(named) if verdicts and name not in judged]
@@ -121,7 +105,7 @@ def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]
     )
 
 
-def _spelled(row: VerifyRow) -> str:
+def _spelled(row: measure.VerifyRow) -> str:
     """The case of a row as text: strategy, model, variant, part, number of ranks, precision and mesh."""
     case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
     case += [row.mesh] if "x" in row.mesh else []
@@ -141,12 +125,14 @@ def _check_names(
         UserError: a name is unknown; the message suggests the nearest.
     """
     for name in strategies:
-        if problem := strategy_problem(name):
+        if problem := measure.strategy_problem(name):
             raise UserError(problem)
-    check_known("model", [name for name in models if not names_a_file(name)])
-    check_known("backend", [backend])
-    check_known("dtype", dtypes, list(PRECISIONS))
-    check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
+    measure.check_known("model", [name for name in models if not names_a_file(name)])
+    measure.check_known("backend", [backend])
+    measure.check_known("dtype", dtypes, list(PRECISIONS))
+    measure.check_known(
+        "part", parts, sorted({part for model in all_models().values() for part in model.parts()})
+    )
 
 
 def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
@@ -160,7 +146,7 @@ def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[
     """
     by_section = dict(zip(_OWNERS, owners, strict=True))
     options: dict[str, dict[str, Any]] = {section: {} for section in by_section}
-    for path, value in given(changes).items():
+    for path, value in measure.given(changes).items():
         section, _, name = path.partition(".")
         of_a_step = section == "training" and name in TrainingOptions.model_fields
         if not name or section not in options or of_a_step:
@@ -170,12 +156,12 @@ def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[
         options[section][name] = value
     for section, owner in ((each, name) for each in options if options[each] for name in by_section[each]):
         config = read_model_file(owner) if section == "model_options" and names_a_file(owner) else None
-        for below, problem in option_mistakes(section, owner, options[section], config):
+        for below, problem in measure.option_mistakes(section, owner, options[section], config):
             raise UserError(f"--set {'.'.join([section, *below])} of {owner}: {problem}")
     return options
 
 
-def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
+def _sections(rows: Sequence[measure.Verdict]) -> list[Table | str]:
     """The output's sections: the number of RED cases and where they go wrong; verdicts by strategy; then the
     cases that are not green, grouped."""
     if not rows:
@@ -187,12 +173,12 @@ def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
     return [*verdict, *_explanations(red), _by_strategy(rows), *_folded("Not green", faults, _FIRST)]
 
 
-def _faults(rows: Sequence[Verdict]) -> list[Verdict]:
+def _faults(rows: Sequence[measure.Verdict]) -> list[measure.Verdict]:
     """The verdicts that are neither green nor unsupported."""
     return [row for row in rows if row["status"] not in ("green", "unsupported")]
 
 
-def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
+def _explanations(wrong: Sequence[measure.Verdict]) -> Iterator[str]:
     """A section for each strategy that is RED: where its step goes wrong first, in the case that was run once
     more, and whether the bytes of its cases equal the closed forms."""
     for strategy in dict.fromkeys(row["strategy"] for row in wrong):
@@ -200,14 +186,14 @@ def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
         row = next((row for row in mine if row["explanation"]), mine[0])
         names = ("strategy", "model", "variant", "part", "mesh", "dtype")
         case = " ".join(str(row[name]) for name in names if row[name])
-        unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", EQUAL))]
-        compared = EQUAL if any(each["bytes"] == EQUAL for each in mine) else NOT_COMPARED
+        unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", measure.EQUAL))]
+        compared = measure.EQUAL if any(each["bytes"] == measure.EQUAL for each in mine) else NOT_COMPARED
         where = row["verdict"].split(": ")[0] if row["verdict"] else row["reason"]
         lines = [where, *row["explanation"].splitlines(), f"bytes sent: {'; '.join(unequal) or compared}"]
         yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in lines)])
 
 
-def _by_strategy(rows: Sequence[Verdict]) -> Table:
+def _by_strategy(rows: Sequence[measure.Verdict]) -> Table:
     groups = grouped(rows, lambda row: (row["strategy"], row["dtype"]))
     statuses = dict.fromkeys(["green", *(row["status"] for mine in groups.values() for row in mine)])
     columns = [
@@ -227,14 +213,14 @@ def _by_strategy(rows: Sequence[Verdict]) -> Table:
     return Table.of("Verdicts by strategy", columns, groups.values())
 
 
-def _count(status: str, rows: Sequence[Verdict]) -> int | None:
+def _count(status: str, rows: Sequence[measure.Verdict]) -> int | None:
     return sum(row["status"] == status for row in rows) or None
 
 
-def _bytes_of(rows: Sequence[Verdict]) -> str | None:
+def _bytes_of(rows: Sequence[measure.Verdict]) -> str | None:
     """A text on how many cases have bytes that differ from the closed forms; None if none was compared."""
     compared = [row["bytes"] for row in rows if row["bytes"]]
-    unequal = sum(each != EQUAL for each in compared)
+    unequal = sum(each != measure.EQUAL for each in compared)
     if not compared:
         return None
     return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
@@ -263,7 +249,7 @@ _COLUMNS = (
 )
 
 
-def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> list[Table | str]:
+def _folded(title: str, rows: Sequence[measure.Verdict], texts: int | None = None) -> list[Table | str]:
     """A table with a row for the cases of one strategy, model, part, precision and reason, with the worst
     error (unsupported cases: a row for each reason); then the first ``texts`` reasons (None: all)."""
     reasons = [*dict.fromkeys(filter(None, map(_why, rows)))]
@@ -285,7 +271,7 @@ def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> li
     return [table, *_numbered(reasons[:texts])]
 
 
-def _each(rows: Sequence[Verdict]) -> list[Table | str]:
+def _each(rows: Sequence[measure.Verdict]) -> list[Table | str]:
     """The table of single verdicts, then the distinct reasons of verdicts that are not green."""
     if not rows:
         return []
@@ -303,6 +289,6 @@ def _numbered(texts: Sequence[str]) -> list[str]:
     return ["\n".join(["Why, by the numbers of the table:", *lines])] if lines else []
 
 
-def _why(row: Verdict) -> str:
+def _why(row: measure.Verdict) -> str:
     """Why a case is not green: its verdict's text, or the reason why it could not be run; "" if green."""
     return row["verdict"] or row["reason"]

@@ -39,6 +39,7 @@ from spbench.impls.layout import Unsupported
 from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.training.step import initialize
 from tests.cells import make_cell
+from tests.grid import tabled
 from tests.impls.backends import one_device
 from tests.impls.backends.one_device import cell
 from tests.measure.engines.cells import differences
@@ -301,14 +302,7 @@ def values_of_rank(mesh: DeviceMesh, asked: Cell) -> dict[str, Tensor]:
     return parts | dict(training.module.named_buffers())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},  # uneven parts, buffers, vectors with values of their own
-        # tied
-        {"strategy": "tensor_parallel", "model": "bert-tiny", "sizes": {"dp": 2, "tp": 2}, "batch": 4},
-    ],
-)
+@tabled(__file__, "values_are_those_of_a_model_that_was_built_whole")
 def test_values_are_those_of_a_model_that_was_built_whole(pool: RankPool, changes: dict[str, Any]) -> None:
     by_device = {
         device: pool.run(

@@ -16,6 +16,7 @@ from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, fir
 from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
+from tests.grid import tabled
 from tests.impls.backends.one_device import (
     assert_first_wrong,
     assert_right,
@@ -125,15 +126,7 @@ ON_HOST = {"distributed_optimizer": True, "optimizer": "host"}
 PART = {**ON_HOST, "optimizer_offload_fraction": 0.4}
 
 
-@pytest.mark.parametrize(
-    ("fraction", "there"),
-    [
-        (0.01, [True, False, False, False]),  # the weight in which the share ends is there whole
-        (0.5, [True, True, False, False]),
-        (0.51, [True, True, True, False]),
-        (1.0, [True, True, True, True]),
-    ],
-)
+@tabled(__file__, "the_first_weights_are_on_the_host")
 def test_the_first_weights_are_on_the_host(fraction: float, there: list[bool]) -> None:
     assert [*first_of([10, 40, 30, 20], fraction)] == there
 

@@ -18,17 +18,12 @@ from spbench.impls.kernels.linear_attention import (
     quadratic_linear_attention,
     state_dtype,
 )
+from tests.grid import data
 from tests.impls.kernels.made import bytes_kept
 from tests.slow import mostly_slow, slow
 
 B, Z, D, A = 2, 3, 4, 6
-DECAYS = {
-    "none": None,
-    "zero": (0.0, 0.0, 0.0),
-    "mixed": (0.0, 0.1, 20.0),
-    # powers that reach float64's subnormal numbers and then zero within a block
-    "underflowing": (7.0, 30.0, 745.0),
-}
+DECAYS = data(__file__)["DECAYS"]
 #: of float64, relative: a sum of 100 products rounds by some 1e-16 each
 EXACT = 1e-12
 

@@ -32,7 +32,7 @@ from spbench.impls.routing import capacity_of
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import default_dtype
-from tests.grid import cases
+from tests.grid import cases, data, tabled
 from tests.impls.models.mixture_runs import Setting, worst_of_rank
 
 
@@ -45,19 +45,7 @@ def test_gradients_and_bytes_equal_one_device(pool: RankPool, fields: dict[str, 
         assert not unlike, unlike
 
 
-#: by preset: all parameters, and those that a token meets, where they are published and as they are rounded
-PUBLISHED: dict[str, tuple[float, float | None, str]] = {
-    "mixtral-8x7b": (46.7e9, 12.9e9, "mistral.ai/news/mixtral-of-experts"),
-    "mixtral-8x22b": (140.6e9, 39.1e9, "huggingface.co/mistralai/Mixtral-8x22B-v0.1: 141B, 39B active"),
-    "qwen3-30b-a3b": (30.5e9, 3.3e9, "huggingface.co/Qwen/Qwen3-30B-A3B"),
-    "qwen3-235b-a22b": (235e9, 22e9, "huggingface.co/Qwen/Qwen3-235B-A22B"),
-    "gpt-oss-20b": (20.91e9, None, "arXiv 2508.10925, table 1"),
-    "gpt-oss-120b": (116.83e9, None, "arXiv 2508.10925, table 1"),
-    "qwen3-next-80b-a3b": (80e9, None, "huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct"),
-    "nemotron-3-nano-30b-a3b": (31.6e9, 3.6e9, "huggingface.co/nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
-    # the model with its images has 109B
-    "llama4-scout": (107.8e9, 17e9, "huggingface.co/meta-llama/Llama-4-Scout-17B-16E: 109B, 17B active"),
-}
+PUBLISHED: dict[str, tuple[float, float | None, str]] = data(__file__)["PUBLISHED"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -123,15 +111,7 @@ def peak_of_layer(options: Mapping[str, Any]) -> int:
     return int(levels[log.ends[0] : log.ends[1]].max())
 
 
-@pytest.mark.parametrize(
-    ("dispatcher", "measured", "within"),
-    # routing was random there, so a rank's rows are some per mille off the mean
-    [
-        ("all_to_all", 3442750464, 0.005),
-        ("node_deduplicated", 2445288448, 0.01),
-        ("hybrid_ep", 2424369664, 0.01),
-    ],
-)
+@tabled(__file__, "peak_of_a_layer_on_h100")
 def test_peak_of_a_layer_on_h100(dispatcher: str, measured: int, within: float) -> None:
     assert peak_of_layer({"dispatcher": dispatcher}) == pytest.approx(measured, rel=within)
 
@@ -261,27 +241,7 @@ def by_hand(model: CausalTransformerModel, module: Router, x: Tensor) -> dict[in
     return {e: weight * model.router_scale for e, weight in weights.items()}
 
 
-ROUTERS: dict[str, dict[str, Any]] = {
-    "Mixtral": {"router_scores": "chosen", "router_normalized": False},
-    "Qwen3": {"router_scores": "all", "router_normalized": True},
-    "DeepSeek-V2": {
-        "router_normalized": False,
-        "router_scale": 16.0,
-        "router_groups": 4,
-        "router_group_topk": 3,
-    },
-    "DeepSeek-V3": {
-        "experts_per_token": 4,
-        "router": "sigmoid",
-        "router_normalized": True,
-        "router_scale": 2.5,
-        "router_groups": 4,
-        "router_group_topk": 2,
-        "router_bias": True,
-    },
-    "gpt-oss": {"router_scores": "chosen", "router_normalized": False, "router_linear_bias": True},
-    "Llama 4": {"experts_per_token": 1, "router": "sigmoid", "router_normalized": False},
-}
+ROUTERS: dict[str, dict[str, Any]] = data(__file__)["ROUTERS"]
 
 
 @pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)

@@ -14,6 +14,7 @@ from spbench.bench.measure.memory.allocator import MIB, rounded
 from spbench.bench.measure.simulator.program import ATTENTION
 from spbench.bench.measure.trace.operator_prices import MATMULS
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
+from tests.grid import data
 
 
 def kept(**options: Any) -> int:
@@ -105,13 +106,7 @@ def kept_by_a_layer(**cell: Any) -> int:
 
 
 L = 1024
-SMALL: dict[str, Any] = {
-    "hidden": 512,
-    "heads": 8,
-    "inner": 2048,
-    "library": "megatron-local",
-    "attention": "unfused",
-}
+SMALL: dict[str, Any] = data(__file__)["SMALL"]
 
 
 def test_llama_3_by_transformer_engine() -> None:

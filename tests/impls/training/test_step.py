@@ -30,7 +30,7 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.pipeline import summed
 from spbench.impls.training.step import PRECISIONS, Precision, Training, default_dtype, initialize
 from spbench.impls.training.turns import Turns
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.slow import slow
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
@@ -412,32 +412,7 @@ def gradients_of(reference: nn.Module, module: nn.Module) -> tuple[Gradients, Gr
     return expected, got
 
 
-#: strategy, sizes in the order of the mesh, micro-batches, schedule
-COMPOSED = [
-    ("single", {"pp": 2}, 4, "1f1b"),
-    ("single", {"pp": 4}, 2, "1f1b"),  # fewer micro-batches than stages
-    ("single", {"pp": 4}, 8, "1f1b"),
-    ("single", {"pp": 2}, 4, "gpipe"),
-    ("single", {"pp": 2}, 4, "interleaved"),
-    ("single", {"pp": 2}, 8, "interleaved: groups"),  # two of three micro-batches, and one of two
-    ("single", {"pp": 2}, 4, "interleaved: overlapped"),
-    ("single", {"pp": 2}, 8, "interleaved: overlapped groups"),
-    ("single", {"pp": 2}, 4, "1f1b: uneven"),
-    ("single", {"pp": 2}, 4, "interleaved: layers of the middle"),
-    ("single", {"pp": 2}, 4, "interleaved: one layer less"),
-    ("single", {"pp": 2}, 2, "interleaved"),  # all forwards before the first backward
-    ("tensor_parallel", {"pp": 2, "tp": 2}, 4, "interleaved"),
-    ("single", {"dp": 4}, 1, "1f1b"),
-    ("single", {"dp": 2, "pp": 2}, 2, "1f1b"),
-    ("single", {}, 4, "1f1b"),  # gradient accumulation
-    ("tensor_parallel", {"pp": 2, "tp": 2}, 4, "1f1b"),
-    ("tensor_parallel", {"tp": 2, "dp": 2}, 2, "1f1b"),
-    ("ring_self_attention", {"sp": 2, "pp": 2}, 4, "1f1b"),
-    ("ring_self_attention", {"pp": 2, "sp": 2}, 2, "gpipe"),
-    ("ring_self_attention", {"dp": 2, "sp": 2}, 1, "1f1b"),
-    ("ring_self_attention", {"sp": 2, "dp": 2}, 1, "1f1b"),
-    ("megatron_sp+ring_self_attention", {"tp": 2, "sp": 2}, 2, "1f1b"),
-]
+COMPOSED = data(__file__)["COMPOSED"]
 
 
 def with_gradients() -> Iterator[Any]:

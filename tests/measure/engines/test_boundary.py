@@ -23,6 +23,7 @@ from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported
 from tests.cells import make_cell
+from tests.grid import data
 from tests.measure.engines.cells import cell_of, write_cluster
 from tests.slow import slow
 
@@ -250,15 +251,7 @@ def tracer(quantity: str, strategy: str, n: int, layers: int, **changes: Any) ->
     return Tracer(cell_of(strategy, n, search=SearchRequest.model_validate({"quantity": quantity}), **asked))
 
 
-CASES = [
-    ("single", 1, {}),
-    ("ring_self_attention", 2, {"model_options": {"checkpointing": True, "mask_shape": "square"}}),
-    ("tensor_parallel", 3, {"model": "bert-tiny-linformer"}),
-    ("ring_self_attention", 3, {"training": {"gradients": "stale", "moments": "later"}}),
-    ("single", 1, {"precision": "fp32", "model_options": {"dropout": 0.1, "softmax": "plain"}}),
-    ("tensor_parallel", 4, {"model_options": {"checkpointing": True}}),
-    ("ring_self_attention", 4, {"model": "bert-tiny-linformer", "precision": "fp32"}),
-]
+CASES = data(__file__)["CASES"]
 
 
 def cases(*always: int) -> pytest.MarkDecorator:

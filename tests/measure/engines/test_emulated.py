@@ -31,6 +31,7 @@ from spbench.impls.layout import Unavailable
 from spbench.impls.registries import all_backends, all_models, all_strategies
 from spbench.impls.strategies.nesting import nesting
 from tests.cells import make_cell
+from tests.grid import data, tabled
 from tests.measure.engines.cells import supported
 from tests.slow import mostly_slow
 
@@ -270,16 +271,7 @@ def test_the_largest_number_is_found_from_any_guess(count: int, data: st.DataObj
     assert len(tried) <= 2 * math.log2(count + 1) + 3
 
 
-@pytest.mark.parametrize(
-    ("model", "device", "operator"),
-    [
-        ("gated-deltanet-tiny", "cuda", "gated_delta_states"),
-        ("mamba2-tiny", "cuda", "state_space_output"),
-        ("mamba2-tiny", "cpu", ""),
-        ("linear-llama3-tiny", "cuda", ""),  # its kernels are in Triton
-        ("bert-tiny", "cuda", ""),
-    ],
-)
+@tabled(__file__, "a_row_says_what_a_gpu_ran_in_plain_torch")
 def test_a_row_says_what_a_gpu_ran_in_plain_torch(model: str, device: str, operator: str) -> None:
     cell = make_cell(model, "single", {}, 1, 24, "fp32")
     line = emulated.in_plain_torch(virtual.trace_classes(cell, events=True).worst().program, device)
@@ -307,17 +299,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-WRITTEN = {
-    "all_gather": 16,
-    "all_gather_into_tensor": 16,
-    "reduce_scatter": 1,
-    "reduce_scatter_tensor": 1,
-    "all_to_all": 4,
-    "all_to_all_single": 4,
-    "uneven all_to_all_single": 7,
-    "recv": 2,
-    "irecv": 2,
-}
+WRITTEN = data(__file__)["WRITTEN"]
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

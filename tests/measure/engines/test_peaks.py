@@ -27,23 +27,14 @@ from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.impls.registries import all_backends, all_models, all_strategies
-from tests.grid import cases
+from tests.grid import cases, data
 from tests.measure.engines.cells import SMALL, supported, written_cell
 from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.slow import mostly_slow, slow_ones_are_left_out
 
 #: sequence lengths that 2 and 4 ranks divide, of models whose positions lie on a grid
 LENGTHS = {"st-dit-tiny": 288, "transformer-2d-tiny": 576, "transformer-3d-tiny": 960}
-#: the combinations of the default run, of strategies with unlike messages; all others are slow tests
-DEFAULT_MODELS = {
-    "tensor_parallel": "bert-tiny",
-    "lasp": "tnl-tiny",
-    "lasp2h": "linear-llama3-tiny-hybrid",
-    "dsp": "st-dit-tiny",
-    "ring_attention": "causal-transformer-tiny",
-    "ulysses": "causal-transformer-tiny",
-    "megatron_sp": "causal-transformer-tiny",
-}
+DEFAULT_MODELS = data(__file__)["DEFAULT_MODELS"]
 
 
 def every_strategy(*, default: bool) -> Iterator[Any]:

@@ -32,7 +32,7 @@ from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.trace.meter import Operation
 from spbench.impls.training.turns import Turns
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.measure.engines.cells import SMALL, approximately, cell, differences, staged
 from tests.slow import slow
 
@@ -160,34 +160,17 @@ def tokens(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), dtype=np.uint8)
 
 
-@pytest.mark.parametrize(
-    ("shallow", "deeper", "lengths_and_blocks"),
-    [
-        ("abcabcX", "abcabcabcabcX", [(3, 2)]),
-        ("XaYbbZ", "XaaaYbbbbZ", [(1, 1), (1, 2)]),
-        ("abX", "ababX", None),  # one more, not two
-        ("abX", "abcdX", None),
-        ("abababX", "abX", None),
-        ("aX", "aY", None),
-    ],
-)
-def test_runs(shallow: str, deeper: str, lengths_and_blocks: list[tuple[int, int]] | None) -> None:
+@tabled(__file__, "runs")
+def test_runs(shallow: str, deeper: str, lengths_and_blocks: list[list[int]] | None) -> None:
     if lengths_and_blocks is None:
         with pytest.raises(NotAlike, match="two like blocks"):
             runs_of(tokens(shallow), tokens(deeper))
     else:
         runs = runs_of(tokens(shallow), tokens(deeper))
-        assert [(run.length, run.blocks) for run in runs] == lengths_and_blocks
+        assert [[run.length, run.blocks] for run in runs] == lengths_and_blocks
 
 
-_MEGATRON = {
-    "backend": "megatron",
-    "distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "steps": 2,
-    "moments": "later",
-}
+_MEGATRON = data(__file__)["_MEGATRON"]
 #: the last stage keeps the loss of each micro-batch
 SHALLOW = staged(84, batch=84, sizes={"pp": 2, "tp": 2}, model_options={"layers": 2})
 #: experts' plain permutation calls operators without a price
@@ -438,27 +421,7 @@ def test_cells_that_differ_in_the_cluster_are_timed_from_one_trace(folder: Path,
     assert made == [on_a100, on_p100, on_a100]
 
 
-CHANGES: dict[str, Any] = {
-    "model_options": {"layers": 1},
-    "strategy_options": {"softmax": "other"},
-    "batch": 12,
-    "seq_len": 96,
-    "precision": "fp32",
-    "model": "bert-base",
-    "model_config_json": {
-        "model_type": "bert",
-        "vocab_size": 128,
-        "hidden_size": 24,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "max_position_embeddings": 128,
-    },
-    "strategy": "tensor_parallel",
-    "sizes": {"sp": 4},
-    "mesh": ["sp", "dp"],
-    "training": {"micro_batches": 2},
-}
+CHANGES: dict[str, Any] = data(__file__)["CHANGES"]
 
 
 @pytest.mark.parametrize("field", CHANGES)

@@ -282,13 +282,7 @@ def test_a_cell_can_have_blocks_that_are_not_split() -> None:
     assert asked.key != on_a100().key
 
 
-@pytest.mark.parametrize(
-    ("training", "variable"),
-    [
-        ({"cublas_workspace": ":4096:8"}, "CUBLAS_WORKSPACE_CONFIG"),
-        ({"cuda_alloc_conf": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
-    ],
-)
+@tabled(__file__, "real_ranks_read_it_from_their_environment")
 def test_real_ranks_read_it_from_their_environment(training: dict[str, str], variable: str) -> None:
     asked = on_a100(training=training, engine="distributed")
     with pytest.raises(Unsupported, match=f"set {variable} in the environment"):

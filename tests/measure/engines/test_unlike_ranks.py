@@ -24,7 +24,7 @@ from spbench.impls.registries import all_strategies
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import BALANCED
 from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.measure.engines.cells import supported
 from tests.slow import slow
 
@@ -136,15 +136,7 @@ def test_a_class_that_does_not_mark_its_work_is_split(monkeypatch: pytest.Monkey
     assert four.breakdown["compute_s"] == pytest.approx(one.breakdown["compute_s"])
 
 
-#: tiny models whose attention has no linear chunks, with a length that 3 and 2 x 2 ranks divide
-MODELS = {
-    "bert-tiny": 72,
-    "causal-transformer-tiny": 96,
-    "causal-transformer-tiny-gqa": 96,
-    "attention-call-tiny": 96,
-    "gpt3-tiny": 48,
-    "st-dit-tiny": 72,
-}
+MODELS = data(__file__)["MODELS"]
 #: of ranks together over the model, the most that undivided and padded layers of such small models add
 MOST_REPEATED = 1.08
 NESTED = ("ulysses+ring_attention", "tensor_parallel+all_gather_kv", "megatron_sp+ring_attention")

@@ -31,6 +31,7 @@ from spbench.impls.layout import Unavailable
 from spbench.impls.registries import strategy_class
 from tests.bench import fakes
 from tests.bench.hosts import PATIENCE_S, Host, left_of, needs_proc, two_hosts, until
+from tests.grid import data
 from tests.measure.processes.test_rank_pool import (
     dies_on_rank_1,
     listening_addresses,
@@ -140,13 +141,7 @@ def test_an_agent_without_a_store_ends_unless_it_is_leaving(
 
 
 LOOPBACK = "127.0.0.1"
-SCENARIO = """
-title: small steps on real ranks
-defaults: {engine: distributed, model: bert-tiny, batch: 3, seq_len: 24, timing: {warmup: 0, samples: 2}}
-groups:
-  - {strategy: ring_self_attention, sizes: {sp: [2, 4, 6]}}
-  - {strategy: tensor_parallel+ring_self_attention, sizes: {tp: 2, sp: 2}, mesh: [sp, tp]}
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from spbench.bench.measure.processes.starting import (
     beginning_server,
     starting_context,
 )
+from tests.grid import data
 
 pytestmark = pytest.mark.skipif(START_METHOD != "forkserver", reason="processes are spawned here")
 
@@ -32,17 +33,7 @@ ROOT = Path(__file__).parents[3]
 VARIABLE = "SPBENCH_TEST_VARIABLE"
 
 
-#: the process that is forked says how many threads its server has
-SCRIPT = """
-if __name__ == "__main__":
-    import os
-    from spbench.bench.measure.processes.starting import starting_context
-
-    threads = "import os; print('threads of the server:', len(os.listdir(f'/proc/{os.getppid()}/task')))"
-    process = starting_context().Process(target=exec, args=(threads,))
-    process.start()
-    process.join()
-"""
+SCRIPT = data(__file__)["SCRIPT"]
 
 #: the same of a server that is forked from this process, which holds a file and prints through something
 FORKED = """

@@ -20,34 +20,18 @@ from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.sweep import as_row, changed_parts
 from spbench.bench.measurement import Outcome
 from spbench.impls.registries import model_preset
+from tests.grid import data
 
-#: a value of each setting that is not its default
-VALUES: dict[str, Any] = {
-    "rank": 1,
-    "timing": {"samples": 2},
-    "meters": ["flops"],
-    "training.schedule": "gpipe",
-    "training.stage_layers": [1],
-    "training.moments": "later",
-    "training.steps": 2,
-    "training.batch_on_device": "whole",
-    "training.alloc_retries": False,
-}
+VALUES: dict[str, Any] = data(__file__)["VALUES"]
 STEP = {"meters", "training.moments", "training.steps", "training.batch_on_device"}
 #: by engine, what one of two ranks without pipeline stages heeds of these
 HEEDED = {
-    "virtual": STEP | {"training.alloc_retries"},
+    "virtual": STEP | {"training.alloc_retries", "training.cuda_graph"},
     "distributed": STEP | {"timing"},
     "emulated": STEP | {"timing", "rank", "training.alloc_retries"},
     "lockstep": set[str](),
 }
-CELL: dict[str, Any] = {
-    "model": "bert-tiny",
-    "strategy": "tensor_parallel",
-    "sizes": {"tp": 2},
-    "batch": 4,
-    "seq_len": 64,
-}
+CELL: dict[str, Any] = data(__file__)["CELL"]
 
 
 def scenario(folder: Path, *groups: dict[str, Any], **further: Any) -> str:
@@ -104,16 +88,7 @@ def test_steps_that_heed_it(tmp_path: Path) -> None:
         load_scenario(scenario(tmp_path, group))
 
 
-TINY = {
-    "model_type": "llama",
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "vocab_size": 96,
-    "torch_dtype": "bfloat16",
-}
+TINY = data(__file__)["TINY"]
 
 
 def write(folder: Path, **changed: Any) -> Path:

@@ -25,6 +25,7 @@ from spbench.bench.measure.simulator.simulate import Simulator, smallest_shifts
 from spbench.bench.measure.simulator.simulation import Simulation
 from spbench.bench.measure.simulator.timeline import Timeline, trace_events
 from spbench.impls.place import Place
+from tests.grid import tabled
 from tests.measure.simulator.step_programs import (
     INFINITE,
     chain,
@@ -595,17 +596,7 @@ def test_groups_of_chosen_members_are_kept() -> None:
     assert_equal(times(programs, ranks_of, 3, (1, 3, 1, 1)), times(programs, ranks_of, 3))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "of_last"),
-    [
-        ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]),
-        ([2, 3], [10, 11]),
-        ([0, 1, 2], [9, 10, 11]),
-        ([0, 6], [5, 11]),
-        ([0, 1, 6, 7], [4, 5, 10, 11]),
-        ([1, 2], [7, 8]),  # of a mesh of 6 no run of two: all ranks have the one group
-    ],
-)
+@tabled(__file__, "the_group_of_another_rank")
 def test_the_group_of_another_rank(ranks: list[int], of_last: list[int]) -> None:
     """The whole axis, a run of consecutive ranks of it, and runs across another axis."""
     mesh = (2, 1, 6, 1)

@@ -39,6 +39,7 @@ from spbench.bench.measure.simulator.substitutes import transfer_substitutes
 from spbench.bench.measure.simulator.timeline import Timeline, trace_events
 from spbench.bench.measure.simulator.waits import stream_names
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
+from tests.grid import data, tabled
 from tests.measure.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
 
 GATHER, COPY = 1, 2
@@ -181,14 +182,7 @@ GATHER_S = WIDTH * WIDTH * 4 / 2
 LAYER_S = 2 * WIDTH * WIDTH  # a row
 
 
-@pytest.mark.parametrize(
-    ("how", "hidden"),
-    [
-        ({}, True),  # the host issues the second gather while the first layer computes
-        ({"on_its_own_streams": False}, False),  # gathered where it is waited for
-        ({"on_its_own_streams": False, "prefetch": True}, True),
-    ],
-)
+@tabled(__file__, "fully_shard_gathers_the_second_layer_behind_the_first")
 def test_fully_shard_gathers_the_second_layer_behind_the_first(how: dict[str, bool], hidden: bool) -> None:
     found = forward_of_two_layers(8, **how)
     exposed = GATHER_S if hidden else 2 * GATHER_S
@@ -339,15 +333,7 @@ def test_parts_divide_each_other_and_the_node(devices: tuple[int, ...]) -> None:
         node(crossings=[crossing(each, 1.0) for each in devices])
 
 
-FIGURES = {
-    "operator_s": 2.0,
-    "view_s": 0.5,
-    "node_s": 1.0,
-    "module_s": 3.0,
-    "collective_s": 4.0,
-    "step_s": 0.25,
-    "launch_latency_s": 0.5,
-}
+FIGURES = data(__file__)["FIGURES"]
 
 
 def host(**figures: Any) -> Host:
@@ -393,6 +379,22 @@ def test_a_step_takes_the_longer_of_what_its_host_and_its_device_take() -> None:
     hidden = timed([kernels(*[3.0] * 5).program()], [[0]], on)
     assert hidden.step_time_s == 2.5 + 15
     assert hidden.breakdown["host_s"] == 2.5
+
+
+@pytest.mark.parametrize(
+    ("graphs", "host_s"), [("none", 2 + 8 + 1 + 2), ("layers", 1 + 2), ("full_iteration", 2)]
+)
+def test_the_host_has_no_work_for_what_graphs_launch(graphs: str, host_s: float) -> None:
+    """A kernel in forward, a module's kernel and a collective in backward, and a kernel of the optimizer."""
+    b = kernels(0.0)
+    b.phase("backward")
+    b.host_work += MODULE
+    b.kernel("mm", flops=0)
+    b.collective("all_reduce", 0, everyone(1))
+    b.phase("optimizer")
+    b.kernel("mm", flops=0)
+    figures = host(operator_s=2.0, collective_s=1.0, module_s=6.0)
+    assert host_clock.host_seconds(figures, b.program(), graphs).sum() == host_s
 
 
 def test_each_kind_of_work_takes_its_time_on_the_host() -> None:

@@ -26,18 +26,11 @@ from spbench.bench.measurement import Outcome
 from spbench.bench.row import Row
 from spbench.impls.registries import all_models
 from tests.bench.fakes import answer
+from tests.grid import data
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
 
-SCENARIO = """
-title: Own cluster
-defaults:
-  {model: bert-tiny, model_options: {layers: 1}, seq_len: 64, precision: fp16,
-   search: {quantity: batch, limit: 65536}}
-groups:
-  - {strategy: single, cluster: own.yaml}
-  - {strategy: single, cluster: piz-daint-p100}
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 CLAIM = """
 values:
   - claim: rsa-max-seqlen-base

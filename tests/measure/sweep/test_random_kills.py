@@ -13,19 +13,12 @@ import pytest
 
 from spbench.bench.row import FINAL
 from tests.bench.hosts import PATIENCE_S, needs_proc, until
+from tests.grid import data
 from tests.measure.processes.command_process import Command
 
 pytestmark = needs_proc
 
-#: 48 cells that search, as those that fakes.py answers; a third of them unsupported
-SCENARIO = """
-title: Many quick cells
-defaults: {model: bert-tiny, strategy: ring_self_attention, search: {quantity: seq_len, step: 4}}
-groups:
-- sizes: {sp: [1, 2, 3]}
-  model_options: {dropout: 0.0}
-  batch: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 CELLS = 48
 
 #: a worker is killed, or the command gets a signal; and the exit codes that this may lead to

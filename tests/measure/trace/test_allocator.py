@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory, replay
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments, unsplit_from
+from tests.grid import tabled
 
 MIB = 2**20
 
@@ -440,19 +441,7 @@ def freed(of: CachingAllocator, *sizes: int) -> None:
         of.free(address)
 
 
-@pytest.mark.parametrize(
-    ("cached", "asked", "allocated", "reserved"),
-    [
-        # below the limit blocks are split
-        (98, 50, 50, 98),
-        # an oversize block serves no request below the limit
-        (100, 98, 98, 198),
-        # it serves one from the limit on, whole, up to 20 MiB less 512 B above what that asks for
-        (118, 100, 118, 118),
-        (120, 100, 100, 220),
-        (118, 117, 118, 118),
-    ],
-)
+@tabled(__file__, "which_blocks_serve")
 def test_which_blocks_serve(cached: int, asked: int, allocated: int, reserved: int) -> None:
     found = allocator()
     freed(found, cached)
@@ -460,19 +449,7 @@ def test_which_blocks_serve(cached: int, asked: int, allocated: int, reserved: i
     assert (found.allocated, found.reserved) == (allocated * MIB, reserved * MIB)
 
 
-@pytest.mark.parametrize(
-    ("capacity", "cached", "asked", "kept"),
-    [
-        # the smallest that is as large as the request is returned, the others stay
-        (600, (110, 200, 250), 150, (110, 250)),
-        # or as large as the limit, for a request below it
-        (350, (60, 110, 130), 80, (60, 130)),
-        # none is: the largest first, until they are together as large
-        (400, (110, 120, 130), 180, (110,)),
-        # what is not oversize is returned last, with all the rest
-        (300, (90, 110), 280, ()),
-    ],
-)
+@tabled(__file__, "what_is_returned_first")
 def test_what_is_returned_first(
     capacity: int, cached: tuple[int, ...], asked: int, kept: tuple[int, ...]
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from spbench.bench.measure.engines.step_times import telemetry_of
 from tests.bench.nvml_library import SCENARIO, UUIDS, built, printed
+from tests.grid import data
 
 Rows = dict[str, dict[str, Any]]
 STEPS = 4
@@ -110,13 +111,7 @@ def test_what_the_gpu_does_not_have_is_empty(rows: Rows) -> None:
     }
 
 
-PROBLEMS = {
-    "lost": "the GPU fell off the bus: see dmesg for Xid errors, and reboot",
-    "driver not loaded": "the NVIDIA driver is not loaded: see nvidia-smi and dmesg, or reboot",
-    "no permission": "no permission to talk to the driver: check the rights of /dev/nvidia*",
-    "versions differ": "driver and libnvidia-ml.so.1 differ in version: reboot",
-    "hangs": "NVML did not answer for 0.2 s",
-}
+PROBLEMS = data(__file__)["PROBLEMS"]
 
 
 @pytest.mark.parametrize("scenario", PROBLEMS)

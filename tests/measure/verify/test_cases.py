@@ -34,6 +34,7 @@ from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
+from tests.grid import data
 from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
@@ -272,14 +273,7 @@ GREEN = VerifyRow(
     rank=1,
 )
 RED = replace(GREEN, part="model", status="RED", error=0.5, verdict="is 0.5 times the reference")
-MADE = {
-    "backend": "ddp",
-    "device": "cpu",
-    "commit": "abc",
-    "code": "c0de",
-    "torch": "2",
-    "time": "2026-01-01",
-}
+MADE = data(__file__)["MADE"]
 
 
 def keep(folder: Path, *rows: VerifyRow, **made: str) -> None:
@@ -337,7 +331,7 @@ def test_the_command_keeps_its_verdicts(
         yield GREEN
         yield replace(RED, error=float("inf"))
 
-    monkeypatch.setattr("spbench.bench.tools.run.verify_output.verify_cases", verify)
+    monkeypatch.setattr("spbench.bench.measure.verify_cases", verify)
     assert exit_code(["verify", "--backend", "zero1", "--device", "cpu", "--output", str(tmp_path)]) == 1
     assert str(tmp_path / VERDICTS_FILE) in capsys.readouterr().out
     found = read_verdicts(tmp_path)

@@ -19,6 +19,7 @@ from spbench.bench.tools.calibrate.log_findings import (
     TimedMatmul,
     findings_of,
 )
+from tests.grid import data
 from tests.tools.calibrate.logs import FACTORS, Trace, flash_log, mamf_log, nccl_log, points_of
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -68,15 +69,7 @@ SHAPES = (
     "     #  MxNxK                mean median    max   best     W   MHz\n"
     "    18  1024x2048x4096      700.1  700.2  700.3  700.1   506  1980  <- best mean",
 )
-#: the best of versions 1, 2 and 4 alone
-BEST = (
-    "The best outcome was 700.2TFLOPS @ 1024x2048x4096 (MxNxK) (tried 79 shapes)",
-    "Tried  79 shapes => the best outcomes were:\nmean:   1.0 TFLOPS @ 1x1x1 (MxNxK)\n"
-    "median: 700.2 TFLOPS @ 1024x2048x4096 (MxNxK)\nmax:    1.0 TFLOPS @ 1x1x1 (MxNxK)",
-    "Tried 79 shapes => the best outcomes were:\n"
-    "MAMF (max achievable,  boost burst): 842 TFLOPS @ 1x1x1 (MxNxK)\n"
-    "MSMF (max sustainable, saturated):   700.2 TFLOPS @ 1024x2048x4096 (MxNxK)  681W 1612MHz",
-)
+BEST = data(__file__)["BEST"]
 
 
 @pytest.mark.parametrize("text", [*SHAPES, *BEST])

@@ -15,6 +15,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.metrics import readings
 from spbench.bench.tools.changes.record_command import add_record, content_of, read_record, record_of, utc
+from tests.grid import tabled
 from tests.tools.changes.records import MACHINE, OTHER, cell, commit, record
 from tests.tools.changes.rows import commit_all, folder, git, raw
 
@@ -218,28 +219,7 @@ def test_a_machine_is_its_host_and_hardware() -> None:
     assert replace(RECORD, host="runners").machine_name == name(host="runners")
 
 
-@pytest.mark.parametrize(
-    ("part", "instead", "problem"),
-    [
-        (r"^((?:.*\n){2})[^$]*", r"\1", "2: (cut short: 1 of 3"),
-        (r"\n\Z", "", "4: (cut short: 3 of 3 cells"),
-        (r"[^$]+", "", "1: (Invalid JSON"),
-        (r"[^$]+", '{"key": "a", "status": "ok"}\n', "1: (spbench_record: Field req"),
-        (r"[^$]+", "\x00\xff", "1: (Invalid JSON"),
-        (
-            '"spbench_record":2',
-            '"spbench_record":3',
-            "1: (spbench_record: a record of format 3; this",
-        ),
-        ('"engine":"virtual"', '"engine":3', "2: (cell.engine"),
-        ('"status":"oom"', '"status":"great"', "4: (status"),
-        (r"0\.3,", "NaN,", "3: (measurement.step_time_samples_s[1]"),
-        (r":0\.5}", ":-0.5}", "2: (measurement.communication[0].sent_bytes"),
-        (r":0\.5}", ":true}", "2: (measurement.communication[0].sent_bytes"),
-        (r'"memory_bytes":\d+', '"memory_bytes":Infinity', "2: (provenance.machine.memory_bytes"),
-        (r'"memory_bytes":\d+', '"memory_bytes":"16"', "2: (provenance.machine.memory_bytes"),
-    ],
-)
+@tabled(__file__, "a_spoilt_file_is_named")
 def test_a_spoilt_file_is_named(tmp_path: Path, part: str, instead: str, problem: str) -> None:
     add_record(record(2, cell("a")), tmp_path)
     spoilt = tmp_path / "spoilt.jsonl"

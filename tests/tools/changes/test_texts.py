@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid import data
 from tests.tools.changes.records import MACHINE, OTHER, Cell, cell, commit, nightly
 from tests.tools.changes.rows import CLAIM, ENTRY, EVERYTHING, TABLE, folder, made_up, one_byte_more
 from tests.tools.commands.conftest import Run
@@ -17,26 +18,7 @@ from tests.tools.texts import hold
 
 TEXTS = Path(__file__).with_name("texts")
 
-#: by the name of its text, the words of a command on results ``new`` and ``old`` and a history ``nights``
-COMMANDS = {
-    "compare": "compare old new",
-    "compare.csv": "compare old new --format csv",
-    "compare.json": "compare old new --format json",
-    "compare_subset": "compare old new --subset",
-    "github-action": "export --to github-action new --output out",
-    "github-annotations": "export --to github-annotations new --base old",
-    "history": "history nights",
-    "history.csv": "history nights --format csv --metric sent_bytes",
-    "history.json": "history nights --format json --cell lasp",
-    "history_of_one": "history nights --metric sent_bytes --cell lasp --fail-on-regression",
-    "hud.json": "export --to hud new --targets nights",
-    "junit.xml": "export --to junit new --base old",
-    "junit_alone.xml": "export --to junit new",
-    "markdown.md": "export --to markdown new --base old",
-    "markdown_alone.md": "export --to markdown new",
-    "markdown_meant.md": "export --to markdown new --base old --previous-base previous",
-    "prometheus": "export --to prometheus new",
-}
+COMMANDS = data(__file__)["COMMANDS"]
 
 
 def night(number: int, generator: random.Random) -> Sequence[Cell]:

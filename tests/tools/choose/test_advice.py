@@ -19,6 +19,7 @@ from spbench.bench.tools.choose.behind import turns, varying
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.ranking import NAMED, SearchResult, Seen, complexity, simpler
 from spbench.bench.tools.choose.whole_looks import Price
+from tests.grid import tabled
 from tests.terminal import faults_of, screen_of
 from tests.tools.choose.questions import asked, measured
 
@@ -136,14 +137,7 @@ def test_a_winner_alone() -> None:
     assert advice().records() == []
 
 
-@pytest.mark.parametrize(
-    ("simple", "other"),
-    [
-        (("single", {"dp": 8}), ("ulysses", {"sp": 8})),
-        (("ulysses", {"sp": 8}), ("ulysses", {"dp": 2, "sp": 4})),
-        (("ulysses", {"dp": 2, "sp": 4}), ("ulysses+ring_attention", {"cp": 2, "sp": 4})),
-    ],
-)
+@tabled(__file__, "what_is_simpler")
 def test_what_is_simpler(simple: tuple[str, Any], other: tuple[str, Any]) -> None:
     assert complexity(seen(*simple, 1.0).cell) < complexity(seen(*other, 1.0).cell)
 

@@ -37,7 +37,7 @@ from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.fitting import Fitting
 from spbench.bench.tools.choose.subject import Subject, subject
 from spbench.bench.tools.choose.suggestions import Change, single_changes
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.slow import slow
 from tests.terminal import faults_of, screen_of
 from tests.tools.choose.questions import small_cards
@@ -216,13 +216,7 @@ def test_the_largest_sizes_that_fit(fit: Run, card: Card) -> None:
         assert shown["fits"] is fits
 
 
-SEVERAL = """
-title: Several
-defaults: {model: causal-transformer-tiny, batch: 4, engine: distributed, cluster: CARD}
-groups:
-  - {strategy: ulysses, sizes: {sp: 2}, seq_len: [64, 4096]}
-  - {strategy: ulysses, sizes: {sp: 5}, seq_len: 60}
-"""
+SEVERAL = data(__file__)["SEVERAL"]
 
 
 @pytest.mark.slow

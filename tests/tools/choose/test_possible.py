@@ -78,14 +78,7 @@ def test_the_batch_that_is_taken_is_one_that_the_gpus_divide() -> None:
     assert possible(made, Refused())
 
 
-@pytest.mark.parametrize(
-    ("options", "why", "reason"),
-    [
-        ({"gpus": 2}, {"tp": 16}, "no layout with tp16 can be: 16 ranks do not divide 2 GPUs"),
-        ({"fixed": [("tp", "2")]}, {"tp": 4}, "no layout with tp4 can be: --fixed tp=2 leaves them out"),
-        ({"only": ["ulysses"]}, {"tp": 4}, "one is without --only ulysses"),
-    ],
-)
+@tabled(__file__, "layouts_that_cannot_be_are_not_said_to_be_slow")
 def test_layouts_that_cannot_be_are_not_said_to_be_slow(
     options: dict[str, Any], why: dict[str, int], reason: str
 ) -> None:

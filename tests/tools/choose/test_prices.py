@@ -25,19 +25,13 @@ from spbench.bench.tools.choose.ranking import LookedAt, SearchResult, Seen, ran
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, without_switches
 from tests.bench.hosts import CrewHere
+from tests.grid import data, tabled
 from tests.slow import mostly_slow, slow
 from tests.terminal import screen_of
 from tests.tools.choose.questions import Answers, asked, measured
 
 GIB = 2**30
-#: what each option multiplies a step's time by, and the GiB that it takes off a peak of 64
-MADE_UP = {
-    "cross_entropy": (0.99, 4),
-    "recompute": (1.3, 20),
-    "checkpoints": (1.01, 3),
-    "optimizer": (1.1, 8),
-    "mlp_tile": (1.0, 0),
-}
+MADE_UP = data(__file__)["MADE_UP"]
 
 
 def made_up(cell: Cell) -> dict[str, Any]:
@@ -115,14 +109,7 @@ def lightened(cell: Cell) -> Cell:
     return ranked(so_far.best_layouts())[0].cell
 
 
-@pytest.mark.parametrize(
-    ("options", "left"),
-    [
-        # 70 GiB, also without the tile, 73 without the host; 77 without the loss in place, which is full
-        (["recompute", "checkpoints", "mlp_tile", "cross_entropy"], ["recompute", "cross_entropy"]),
-        (["recompute", "checkpoints", "mlp_tile"], ["checkpoints", "recompute"]),
-    ],
-)
+@tabled(__file__, "what_spare_memory_makes_needless_is_left_out")
 def test_what_spare_memory_makes_needless_is_left_out(options: list[str], left: list[str]) -> None:
     values = {"recompute": "full", "checkpoints": "host", "mlp_tile": 64, "cross_entropy": "in_place"}
     plain = asked(8).cell.model_options

@@ -5,34 +5,16 @@ from pathlib import Path
 import pytest
 
 from tests.bench.fakes import SCENARIO
+from tests.grid import data
 from tests.tools.commands.conftest import Run
 
-TABLE = """
-tables:
-  - table: t1
-    published: {file: t1.csv}
-    match: {ranks: world, how: strategy}
-    status: status
-    quantities:
-      memory_mb: {field: peak_memory_bytes, unit: 1048576}
-      length: {field: answer}
-"""
+TABLE = data(__file__)["TABLE"]
 PUBLISHED = """ranks,how,memory_mb,length,status
 2,tensor_parallel,1000,2200,ok
 4,ring_self_attention,,,oom
 8,ring_self_attention,2048,8000,ok
 """
-#: row 3 of t1.csv decided a setting, by its length
-LOOKED_AT = """
-  - setting: "model_options.dropout: 0.0"
-    answers: [t1]
-    quantities: [length]
-    rows: [{ranks: 8}]
-    reason: it fits
-not_reproduced: >
-  Two ranks: we
-  do not know why.
-"""
+LOOKED_AT = data(__file__)["LOOKED_AT"]
 SMALL = SCENARIO + LOOKED_AT + TABLE
 
 

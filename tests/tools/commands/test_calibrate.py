@@ -53,7 +53,7 @@ def on_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(rates: Sequence[Any], title: str, output: Path) -> list[Path]:
         return [output.with_suffix(suffix) for suffix in (".png", ".svg", ".pdf")]
 
-    monkeypatch.setattr("spbench.bench.tools.calibrate.measured_cluster.launch", launch)
+    monkeypatch.setattr("spbench.bench.measure.launch", launch)
     report = "spbench.bench.tools.calibrate.machine_report"
     monkeypatch.setattr(f"{report}.LADDER", (SMALL,))
     monkeypatch.setattr(f"{report}.RateSweep", partial(RateSweep, samples=2, sample_s=0.002))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench.nvml_library import SCENARIO, built
+from tests.grid import tabled
 from tests.tools.commands.conftest import Run
 
 
@@ -28,13 +29,7 @@ def test_the_driver_and_its_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "ACS" in peers["remedy"]
 
 
-@pytest.mark.parametrize(
-    ("scenario", "subject", "what"),
-    [
-        ("driver not loaded", "NVIDIA driver", "the NVIDIA driver is not loaded"),
-        ("lost from the beginning", "GPU 0", "the GPU fell off the bus"),
-    ],
-)
+@tabled(__file__, "a_driver_that_does_not_work")
 def test_a_driver_that_does_not_work(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -23,6 +23,7 @@ from spbench.bench.measure.scenarios.choices import cell_names
 from spbench.bench.tools.run import mcp_server
 from spbench.bench.tools.run.mcp_server import MOST, TOOLS, Calls, ToolError, part_of, server, short_answer
 from spbench.impls.loose_files import ONLY_DATA
+from tests.grid import data
 from tests.tools.commands.conftest import Run, command_line
 
 # the SDK is imported where it is used: a second, for the one process of several that runs these tests
@@ -32,21 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["command_line"]
 
 Answer = TypeVar("Answer")
-FIT: dict[str, Any] = {
-    "subject": ["causal-transformer-tiny"],
-    "cluster": "dgx-a100",
-    "gpus": 2,
-    "seq_len": "1K",
-    "set": ["training.backend=zero3"],
-}
-ADVISE: dict[str, Any] = {
-    "model": ["causal-transformer-tiny"],
-    "cluster": "dgx-a100",
-    "gpus": "2",
-    "seq_len": "1K",
-    "batch": 2,
-    "only": ["ulysses"],
-}
+FIT: dict[str, Any] = data(__file__)["FIT"]
+ADVISE: dict[str, Any] = data(__file__)["ADVISE"]
 
 
 def asked(ask: Callable[[Client], Awaitable[Answer]]) -> Answer:

@@ -22,6 +22,7 @@ from spbench.bench.tools.papers.comparison import Comparison, as_lines, read_com
 from spbench.bench.tools.papers.document import rendered_documents
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from tests.bench.hosts import files_of_at_most
+from tests.grid import data
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import made_by, refuses, spbench
 from tests.tools.texts import hold
@@ -30,24 +31,9 @@ __all__ = ["spbench"]
 
 RESULTS = Path("results", "reproduction")
 PAPER_FILES = (RESULTS / "rsa.csv", RESULTS / "rsa_runs.csv")
-PAGE = """# Text
-by hand, about `<!-- spbench reproduce ... -->` and `<!-- end -->`
-<!-- spbench reproduce rsa: verdict -->
-<!-- end -->
-<!-- spbench reproduce other: verdict -->
-of another paper
-<!-- end -->
-more by hand
-"""
+PAGE = data(__file__)["PAGE"]
 ADD = "add <!-- spbench reproduce rsa: {} --> and <!-- end -->"
-DETAILS = """# Details
-<!-- spbench reproduce rsa: compared -->
-<!-- end -->
-<!-- spbench reproduce rsa: small -->
-old
-<!-- end -->
-more by hand
-"""
+DETAILS = data(__file__)["DETAILS"]
 
 
 def write_documents() -> None:

@@ -18,6 +18,7 @@ import pytest
 from spbench.bench.command_line.output import Output, Table, View, wrapped
 from spbench.bench.command_line.progress import Progress, message, remark, silence
 from spbench.bench.tools.run.listed_classes import FOLDED
+from tests.grid import data
 from tests.slow import mostly_slow
 from tests.terminal import (
     ROOT,
@@ -35,24 +36,7 @@ from tests.tools.texts import hold
 SPBENCH = [sys.executable, "-m", "spbench"]
 #: command lines with the lines that their answers have at the most on a screen of 80 columns
 QUICK = [("list cluster l20", 60)]
-SLOW = [
-    ("list", 30),
-    ("list models", 85),
-    ("list models qwen3", 60),
-    ("list strategies mega", 10),
-    ("list cluster dgx-h100", 70),
-    ("run --scenario gate --dry-run --strategy lasp", 30),
-    ("run --scenario max_seqlen --jobs 2", 45),
-    ("compare results/baseline/gate results/baseline/gate", 5),
-    ("verify --strategy lasp --model linear-transformer-tiny --world-size 2 --part attention", 10),
-    ("fit llama3-8b --cluster dgx-h100 --gpus 8 --strategy ulysses --sp 8 --seq-len 128K", 50),
-    (
-        "advise --model llama3-8b --cluster dgx-h100 --gpus 8 --seq-len 32K --only ulysses,zero3 "
-        "--fixed dp=1,pp=1",
-        40,
-    ),
-    ("doctor", 80),
-]
+SLOW = data(__file__)["SLOW"]
 
 
 @pytest.mark.parametrize("width", mostly_slow((80, 120), 80))

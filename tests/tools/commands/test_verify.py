@@ -39,7 +39,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append((*arguments, options))
             return iter(rows)
 
-        monkeypatch.setattr("spbench.bench.tools.run.verify_output.verify_cases", verify)
+        monkeypatch.setattr("spbench.bench.measure.verify_cases", verify)
 
     found(green, replace(green, status="unsupported", error=None, limit=None, rank=None))
     code, out, err = spbench(

@@ -16,41 +16,26 @@ from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.yaml_files import read_yaml
 
 INPUTS = Path(__file__).parent / "inputs"
-#: called without the search for kinds of jobs, which takes longer than they
-READERS = {name: JOBS_BY_KIND.load(name) for name in JOBS_BY_KIND.names()}
-JOBS = {
-    "8B": ("torchtitan", ["llama3_8b.toml"]),
-    "70B": ("torchtitan", ["llama3_70b.toml"]),
-    "2024": ("torchtitan", ["llama3_8b_2024.toml"]),
-    "ZeRO-1": ("deepspeed", ["zero1.json", "config.json", "trainer.yaml"]),
-    "ZeRO-2": ("deepspeed", ["zero2.json", "config.json", "trainer.yaml"]),
-    "ZeRO-3": ("deepspeed", ["zero3.json", "accelerate.yaml", "config.json", "long.yaml"]),
-    "sizes": ("bridge", ["bridge_8b.yaml"]),
-    "config.json": ("bridge", ["bridge_override.yaml", "config.json"]),
-    "experts": ("bridge", ["bridge_experts.yaml"]),
-    "axolotl": ("axolotl", ["axolotl.yaml"]),
-    "LLaMA-Factory": ("llama_factory", ["llama_factory.yaml"]),
-    "LLaMA-Factory v1": ("llama_factory", ["llama_factory_v1.yaml"]),
-    "VeOmni": ("veomni", ["veomni.yaml"]),
-    "ArcticTraining": ("arctic", ["arctic.yaml"]),
-    "Automodel": ("automodel", ["automodel.yaml"]),
-    "verl": ("verl", ["verl.sh"]),
-    "Primus": ("primus", ["primus.yaml"]),
-    "ModelZoo": ("model_zoo", ["zoo.yaml", "zoo.sh"]),
-    "ms-swift, Megatron": ("swift_megatron", ["swift_megatron.sh"]),
-    "ms-swift": ("swift", ["swift.sh"]),
-    "accelerate launch": ("accelerate", ["accelerate.sh"]),
-    "accelerate": ("deepspeed", ["accelerate_fsdp2.yaml", "train.py"]),
-}
-GPUS = {"70B": 64, "sizes": 16, "experts": 16}
-#: what files leave to run time, by the kind
-GIVEN = {"verl": {"1": "8", "2": "out"}}
+
+
+def data(file: str) -> dict[str, Any]:
+    """The tables and texts in cases/ of the module ``file``, by name."""
+    content: dict[str, Any] = read_yaml(INPUTS.with_name("cases") / f"{Path(file).stem}.yaml")
+    return content
 
 
 def tabled(file: str, test: str) -> pytest.MarkDecorator:
     """The parameters of a test: the rows of its table in cases/, for the module that a file is."""
-    table = read_yaml(INPUTS.with_name("cases") / f"{Path(file).stem}.yaml")[test]
+    table = data(file)[test]
     return pytest.mark.parametrize(table["names"], table["rows"])
+
+
+#: called without the search for kinds of jobs, which takes longer than they
+READERS = {name: JOBS_BY_KIND.load(name) for name in JOBS_BY_KIND.names()}
+JOBS = data(__file__)["JOBS"]
+GPUS = {"70B": 64, "sizes": 16, "experts": 16}
+#: what files leave to run time, by the kind
+GIVEN = {"verl": {"1": "8", "2": "out"}}
 
 
 def read(

@@ -19,24 +19,11 @@ from spbench.bench.tools.jobs.deepspeed import read_script
 from spbench.bench.tools.jobs.flags import differences, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, read_job
-from tests.tools.jobs.job_inputs import INPUTS, JOBS, read, tabled
+from tests.tools.jobs.job_inputs import INPUTS, JOBS, data, read, tabled
 from tests.tools.jobs.test_programs import lenient
 
-STEP: dict[str, Any] = {
-    "model": "Qwen/Qwen3-8B",
-    "cluster": "dgx-h100",
-    "precision": "bf16",
-    "training": {"moments": "later", "steps": 2},
-    "model_options": {"separate_projections": True, "rms_norm": "plain", "attention": "flash_attention_2"},
-}
-#: by strategy: its axis, its own options, and whether DeepSpeed runs it
-LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "single": ("", {}, False),
-    "tensor_parallel": ("tp", {"loss": "gathered"}, False),
-    "ulysses": ("sp", {}, True),
-    "ring_attention": ("sp", {"placement": "zigzag"}, False),
-    "all_gather_kv": ("sp", {"placement": "zigzag", "gradients": "ring"}, False),
-}
+STEP: dict[str, Any] = data(__file__)["STEP"]
+LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = data(__file__)["LAYOUTS"]
 
 
 def job(text: str, given: dict[str, str] | None = None, cluster: str = "dgx-h100") -> Job:
@@ -218,16 +205,7 @@ def test_a_tuning_has_its_own_defaults_and_adapters() -> None:
     assert outcomes == ["mapped", "no effect"]
 
 
-_TITAN = """modules:
-  pre_trainer:
-    framework: torchtitan
-    model: llama3.1_8B{bits}.yaml
-    overrides:
-      sink_level: null
-      training: {{local_batch_size: "${{BATCH:4}}", seq_len: 8192, mock_data: false}}
-      activation_checkpoint: {{mode: full}}
-      primus_turbo: {{enable_primus_turbo: true, enable_attention_float8: {attention}}}
-"""
+_TITAN = data(__file__)["_TITAN"]
 
 
 def titan(bits: str = "", attention: str = "false", given: dict[str, str] | None = None) -> Job:

@@ -17,7 +17,7 @@ from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.yaml_files import parse_yaml
 from spbench.impls.models.huggingface.config import model_from_config
 from spbench.impls.registries import model_preset
-from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of, read, settings, tabled
+from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS, data, job_of, read, settings, tabled
 
 HUGGING_FACE = Path(__file__).parents[2] / "impls/models/huggingface"
 
@@ -33,19 +33,7 @@ def test_every_key_has_an_outcome_and_the_scenario_is_a_cell(name: str) -> None:
     assert "\ngroups:\n" in job.scenario_text()
 
 
-QWEN3 = """
-[model]
-name = "qwen3"
-flavor = "8B"
-[training]
-local_batch_size = 1
-seq_len = 4096
-[parallelism]
-tensor_parallel_degree = 2
-context_parallel_degree = 2
-[activation_checkpoint]
-mode = "none"
-"""
+QWEN3 = data(__file__)["QWEN3"]
 
 
 def qwen3(flavor: str) -> Job:
@@ -80,17 +68,7 @@ def test_qwen3_of_torchtitan_is_that_of_its_config_json() -> None:
             qwen3(flavor).cell()
 
 
-IN_PYTHON = """
-def llama3_70b() -> Trainer.Config:
-    return Trainer.Config(
-        model_spec=model_registry("70B"),
-        optimizer=OptimizersContainer.Config(lr=1.5e-4),
-        training=TrainingConfig(local_batch_size=8, seq_len=4 * 2048, steps=1000),
-        dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
-        parallelism=ParallelismConfig(tensor_parallel_degree=8),
-        activation_checkpoint=ActivationCheckpointConfig(mode="full"),
-    )
-"""
+IN_PYTHON = data(__file__)["IN_PYTHON"]
 
 
 def in_python(text: str) -> Job:
@@ -139,14 +117,7 @@ def test_what_deepspeed_cannot_be_here_is_said(file: str, old: str, new: str, pr
         read(*JOBS["ZeRO-1"], {file: (old, new)}, gpus=8).cell()
 
 
-CONTEXT = """
-compute_environment: LOCAL_MACHINE
-distributed_type: FSDP
-mixed_precision: bf16
-num_processes: 8
-fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true, fsdp_reshard_after_forward: true}
-parallelism_config: {parallelism_config_cp_size: 8, parallelism_config_dp_shard_size: 1}
-"""
+CONTEXT = data(__file__)["CONTEXT"]
 
 
 def with_context(text: str = CONTEXT, more: str = "") -> Job:

@@ -25,36 +25,11 @@ from spbench.bench.tools.jobs.job import MOST_NAMED, Argument
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.shell_syntax import unknown_in
 from spbench.bench.yaml_files import parse_yaml
-from tests.tools.jobs.job_inputs import GIVEN, INPUTS, JOBS, READERS, read
+from tests.tools.jobs.job_inputs import GIVEN, INPUTS, JOBS, READERS, data, read
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ", "15"))
-SCRIPT = """#!/bin/bash
-#SBATCH --nodes=2
-export CUDA_DEVICE_MAX_CONNECTIONS=1
-GPUS=8
-WORLD_SIZE=$(($GPUS*${NNODES:-2}))
-if [ $GPUS -gt 4 ]; then TP=2; else TP=1; fi
-MODEL=(
-    --num-layers 4 --hidden-size 256   # small
-    --num-attention-heads 8 --seq-length 128 --max-position-embeddings "128"
-)
-MORE="--bf16 --micro-batch-size 1 --global-batch-size 16 --swiglu --disable-bias-linear"
-torchrun --nproc_per_node $GPUS --nnodes=2 pretrain_gpt.py ${MODEL[@]} $MORE \\
-    --tensor-model-parallel-size $TP --sequence-parallel --save "$OUT" --lr 1e-4
-"""
-TEST = """ENV_VARS: {CUDA_DEVICE_MAX_CONNECTIONS: 1}
-MODEL_ARGS:
-  --num-layers: 4
-  --hidden-size: 256
-  --num-attention-heads: 8
-  --seq-length: 128
-  --max-position-embeddings: 128
-  --micro-batch-size: 4
-  --pipeline-model-parallel-size: 2
-  --bf16: true
-  --save: ${OUT}
-TEST_TYPE: regular
-"""
+SCRIPT = data(__file__)["SCRIPT"]
+TEST = data(__file__)["TEST"]
 #: by name: the program, and the texts of its files
 WHOLE: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "a script": ("megatron", {"train.sh": SCRIPT}),

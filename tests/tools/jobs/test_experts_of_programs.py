@@ -13,46 +13,9 @@ from spbench.bench.tools.jobs import deepspeed
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.transformers_settings import layers_of, stages_of
-from tests.tools.jobs.job_inputs import job_of, tabled
+from tests.tools.jobs.job_inputs import data, job_of, tabled
 
-TEXTS = {
-    "automodel": """
-step_scheduler: {global_batch_size: 64, local_batch_size: 8}
-model:
-  config: {pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}
-  backend: {dispatcher: deepep, fake_balanced_gate: true, rms_norm: te}
-dataset: {seq_len: 2048}
-optimizer: {_target_: torch.optim.AdamW}
-distributed:
-  ep_size: 4
-  pp_size: 2
-  pipeline:
-    {pp_schedule: interleaved1f1b, layers_per_stage: 5, round_virtual_stages_to_pp_multiple: up,
-     pp_microbatch_size: 2}
-""",
-    "veomni": """
-model: {model_path: Qwen/Qwen3-30B-A3B}
-data: {max_seq_len: 2048}
-train: {accelerator: {ulysses_size: 2, ep_size: 8}, micro_batch_size: 1, optimizer: {type: muon}}
-""",
-    "axolotl": """
-base_model: Qwen/Qwen3-30B-A3B
-model_type: AutoModelForCausalLM
-sequence_len: 2048
-micro_batch_size: 2
-bf16: true
-expert_parallel_size: 2
-optimizer: paged_adamw_32bit
-fused_attn_kernel: true
-fsdp_config: {fsdp_offload_params: true, fsdp_reshard_after_forward: true, activation_checkpointing: true}
-""",
-    "verl": """
-torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer model.path=Qwen/Qwen3-30B-A3B \\
-  engine=automodel optim=automodel engine.ep_size=4 engine.cp_size=2 \\
-  engine.backend_config.dispatcher=deepep engine.activation_checkpointing=True \\
-  engine.model_dtype=bf16 data.max_token_len_per_gpu=4096
-""",
-}
+TEXTS = data(__file__)["TEXTS"]
 
 
 def job(kind: str, old: str = "", new: str = "", text: str = "") -> Job:

@@ -21,16 +21,9 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.papers.megatron_cases import cases
 from spbench.impls.registries import model_preset
-from tests.tools.jobs.job_inputs import tabled
+from tests.tools.jobs.job_inputs import data, tabled
 
-#: a step of Llama-3-8B as Megatron-LM and torchtitan run it
-BOTH: dict[str, Any] = {
-    "model": "llama3-8b",
-    "mesh": ["pp", "dp", "cp", "sp", "tp"],
-    "seq_len": 8192,
-    "cluster": "dgx-h100",
-    "precision": "bf16",
-}
+BOTH: dict[str, Any] = data(__file__)["BOTH"]
 MEGATRON = BOTH | {
     "strategy": "tensor_parallel",
     "sizes": {"dp": 8},

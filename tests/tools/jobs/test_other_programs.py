@@ -19,21 +19,10 @@ from spbench.bench.tools.jobs.job_files import (
     path_and_part,
     read_job,
 )
-from tests.tools.jobs.job_inputs import INPUTS, tabled
+from tests.tools.jobs.job_inputs import INPUTS, data, tabled
 from tests.tools.jobs.test_configurations import IN_PYTHON
 
-FILES = {
-    "verl.yaml": "actor_rollout_ref: {model: {path: x}}\ntrainer: {nnodes: 1}\n",
-    "mpt.yaml": "max_seq_len: 2048\ntrain_loader: {}\nmax_duration: 1ep\nfsdp_config: {}\n",
-    "neox.yml": "pipe_parallel_size: 1\nzero_optimization: {stage: 1}\ntrain_micro_batch_size_per_gpu: 4\n",
-    "deepspeed.sh": "torchrun pretrain_gpt.py --num-layers 4 --ds-sequence-parallel-size 4\n",
-    "axolotl.sh": "axolotl train long.yaml\n",
-    "llama_factory.sh": "FORCE_TORCHRUN=1 llamafactory-cli train long.yaml\n",
-    "mindspeed.sh": "torchrun pretrain_gpt.py --num-layers 4 --context-parallel-algo ulysses_cp_algo\n",
-    "card.yaml": "verification_index: {}\nverification_environment: {}\nmodel: {hf_id: x}\n",
-    "launch.sh": "deepspeed --num_gpus 8 sft.py\n",
-    "titan.sh": 'CONFIG_FILE="x.toml"\ntorchrun -m torchtitan.train\n',
-}
+FILES = data(__file__)["FILES"]
 
 
 @pytest.mark.parametrize("name", FILES)

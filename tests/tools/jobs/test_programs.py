@@ -12,7 +12,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.cell_schedule import played_arguments
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
-from tests.tools.jobs.job_inputs import INPUTS, JOBS, job_of, read, tabled
+from tests.tools.jobs.job_inputs import INPUTS, JOBS, data, job_of, read, tabled
 
 
 def lenient(name: str, change: tuple[str, str] = ("", ""), gpus: int = 8) -> Job:
@@ -92,30 +92,7 @@ def test_what_a_programs_job_cannot_be_here(name: str, old: str, new: str, probl
         lenient(name, (old, new)).cell()
 
 
-RECIPES = """
-from megatron.bridge.training.config import ConfigContainer
-
-_MODEL = "Qwen/Qwen3-8B"
-
-
-def small() -> ConfigContainer:
-    cfg = _pretrain_common()
-    cfg.model = AutoBridge.from_hf_pretrained(_MODEL).to_megatron_provider(load_weights=False)
-    cfg.model.tensor_model_parallel_size = 4
-    cfg.optimizer.use_precision_aware_optimizer = True
-    cfg.optimizer.exp_avg_dtype = torch.bfloat16
-    cfg.optimizer.exp_avg_sq_dtype = torch.bfloat16
-    return cfg
-
-
-def wide() -> ConfigContainer:
-    cfg = small()
-    cfg.model.tensor_model_parallel_size = 1
-    cfg.train.micro_batch_size = 1
-    if LONG:
-        cfg.model.seq_length = 8192
-    return cfg
-"""
+RECIPES = data(__file__)["RECIPES"]
 
 
 def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:

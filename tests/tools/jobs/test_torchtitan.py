@@ -11,61 +11,9 @@ from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.bench.tools.jobs.torchtitan_models import first_stage_layers, split_layers, stage_layers
-from tests.tools.jobs.job_inputs import job_of, settings, tabled
+from tests.tools.jobs.job_inputs import data, job_of, settings, tabled
 
-REGISTRY = '''
-"""Configurations of a registry."""
-from .model import Qwen3Model
-
-
-def qwen3_debug() -> Trainer.Config:
-    model_spec = model_registry("30B-A3B")
-    return Trainer.Config(
-        loss=ChunkedLossWrapper.Config(
-            loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec)),
-        ),
-        metrics=MetricsProcessor.Config(log_freq=1),
-        model_spec=model_spec,
-        optimizer=default_adamw(lr=8e-4),
-        training=TrainingConfig(num_tokens_per_microbatch_per_dp_rank=2 * 4096, max_context_length=4096),
-        dataloader=GrainDataLoader.Config(dataset=Packing(dataset=DATASETS["c4"]), shuffle=False),
-        activation_checkpoint=FullAC.Config(),
-    )
-
-
-def qwen3_of_eight() -> Trainer.Config:
-    """The same with experts on eight ranks."""
-    config = qwen3_debug()
-    assert config.model_spec is not None
-    config.parallelism = ParallelismConfig(expert_parallel_degree=8)
-    config.parallelism.tensor_parallel_degree = 2
-    config.activation_checkpoint = None
-    return config
-
-
-def qwen3_in_eight_bits() -> Trainer.Config:
-    config = qwen3_debug()
-    config.model_spec = model_registry("32B", converters=[Float8LinearConverter.Config(filter=x)])
-    return config
-
-
-def qwen3_of_itself() -> Trainer.Config:
-    config = qwen3_of_itself()
-    return config
-
-
-def qwen3_by_chance() -> Trainer.Config:
-    config = qwen3_debug()
-    if random() < 0.5:
-        config.training.steps = 3
-    return config
-
-
-def qwen3_of_code() -> Trainer.Config:
-    config = qwen3_debug()
-    config.training.max_context_length = length()
-    return config
-'''
+REGISTRY = data(__file__)["REGISTRY"]
 
 
 def registry(name: str, text: str = REGISTRY) -> Job:
@@ -93,20 +41,7 @@ def test_what_a_registry_cannot_say_is_refused_in_a_line(name: str, problem: str
     assert "\n" not in str(refused.value)
 
 
-EXPERTS = """
-[model]
-name = "{}"
-flavor = "{}"
-
-[training]
-local_batch_size = 1
-seq_len = 4096
-
-[parallelism]
-tensor_parallel_degree = 2
-expert_parallel_degree = {}
-expert_tensor_parallel_degree = {}
-"""
+EXPERTS = data(__file__)["EXPERTS"]
 
 
 def with_experts(name: str, flavor: str, ep: int = 4, etp: int = 1) -> Job:
@@ -133,15 +68,7 @@ def test_how_experts_are_split() -> None:
     assert {a.outcome for a in explained if "expert" in a.name} == {"no effect"}
 
 
-TOML = """[model]
-name = "llama3"
-flavor = "405B"
-[training]
-local_batch_size = 16
-[parallelism]
-tensor_parallel_degree = 8
-pipeline_parallel_degree = 8
-"""
+TOML = data(__file__)["TOML"]
 
 
 def job(more: str = "", start: str = TOML) -> Job:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from spbench.bench import measure
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
@@ -104,7 +105,7 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
     monkeypatch.chdir(ROOT)
     written: dict[str, str] = {}
-    monkeypatch.setattr(reproductions, "load_scenario", packaged_scenario)
+    monkeypatch.setattr(measure, "load_scenario", packaged_scenario)
     monkeypatch.setattr(
         reproductions, "write_whole", lambda path, content: written.update({path.name: content})
     )

@@ -20,7 +20,7 @@ from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison, frame_of
 from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct
 from spbench.bench.yaml_files import packaged
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.tools.packaged import packaged_scenario
 
 PUBLISHED = """ranks,memory,speed,longest
@@ -28,19 +28,7 @@ PUBLISHED = """ranks,memory,speed,longest
 2,3,150,1024
 4,4,200,2048
 """
-SCENARIO: dict[str, Any] = yaml.safe_load("""
-title: Roles
-defaults: {model: bert-tiny, batch: 4, seq_len: 512, strategy: tensor_parallel}
-groups: [{sizes: {tp: [1, 2, 4]}}]
-tables:
-  - table: t
-    published: {file: t.csv}
-    match: {ranks: world}
-    quantities:
-      memory: {field: peak_memory_bytes}
-      speed: {field: tokens_per_s}
-      longest: {field: answer}
-""")
+SCENARIO: dict[str, Any] = data(__file__)["SCENARIO"]
 
 
 def inferred(**changes: Any) -> dict[str, Any]:
@@ -201,27 +189,7 @@ tp2_pp2,dev_a100,1073741824,2147483648,"{""0"": 1024, ""3"": 2048.0}",0.5
 tp2_pp2,lts_a100,1181116006,2147483648,,0.6
 tp4_pp1,dev_a100,,4294967296,,
 """
-CONTENT: dict[str, Any] = yaml.safe_load("""
-title: Measured
-defaults: {model: bert-tiny, strategy: tensor_parallel, mesh: [pp, dp, tp], batch: 4, seq_len: 512}
-groups:
-  - sizes: {tp: 2, pp: 2}
-  - sizes: {tp: 4}
-tables:
-  - table: goldens
-    published: {file: goldens.csv}
-    match: {golden: cluster}
-    names: {golden: {dev_a100: local, lts_a100: local}}
-    settings: {case: {tp2_pp2: {tp: 2, pp: 2}, tp4_pp1: {tp: 4, pp: 1}}}
-    named_by: [case, golden]
-    repeated: true
-    quantities:
-      peak_first: &last {field: peak_memory_bytes, unit: 1073741824, published_unit: 1, rank: last,
-                         step: first, as: peak_memory_gib}
-      peak_last: {<<: *last, step: last}
-      by_rank: {field: reserved_memory_bytes, unit: 1073741824, published_unit: 1048576, rank: each}
-      iter_s: {field: step_time_s, unit: 0.001, published_unit: 1, as: step_time_ms}
-""")
+CONTENT: dict[str, Any] = data(__file__)["CONTENT"]
 
 
 def entry(rank: int, ranks: int, stage: int, step: int, gib: float) -> dict[str, Any]:

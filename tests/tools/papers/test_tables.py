@@ -19,7 +19,7 @@ from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.paper_findings import comparison_table
 from spbench.bench.tools.papers.sources import evaluate, published_file
-from tests.grid import tabled
+from tests.grid import data, tabled
 
 GIB = 2**30
 
@@ -30,25 +30,7 @@ PUBLISHED = """ranks,sequence,how,memory_gib,speed,status
 4,512,Ring,8,200.5,ok
 """
 
-SCENARIO: dict[str, Any] = yaml.safe_load("""
-title: A table
-defaults: {model: bert-tiny, batch: 4, seq_len: 512, cluster: piz-daint-p100}
-groups:
-  - {strategy: tensor_parallel, sizes: {tp: [1, 4]}}
-  - {strategy: ring_self_attention, sizes: {sp: [1, 4]}}
-  - {strategy: ring_self_attention, sizes: {sp: 4}, batch: 5}
-tables:
-  - table: t1
-    published: {file: t1.csv}
-    cells: {batch: 4}
-    match: {ranks: parallel, sequence: seq_len, how: strategy}
-    names: {how: {Megatron: tensor_parallel, Ring: ring_self_attention}}
-    status: status
-    quantities:
-      memory_gib: {field: peak_memory_bytes, unit: 1073741824}
-      speed: {field: tokens_per_s}
-    note: a note
-""")
+SCENARIO: dict[str, Any] = data(__file__)["SCENARIO"]
 TABLE = SCENARIO["tables"][0]
 
 

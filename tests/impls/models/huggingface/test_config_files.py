@@ -18,38 +18,12 @@ from spbench.impls.models.hybrid import HybridModel
 from spbench.impls.models.model import Model
 from spbench.impls.registries import all_models, model_preset
 from spbench.impls.strategies.base import Strategy
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.slow import slow
 
 FOLDER = Path(__file__).parent
 
-#: parameters of published checkpoints, as transformers counts them; of BERT those of BertForPreTraining
-PUBLISHED = {
-    "llama3-8b": 8_030_261_248,
-    "llama3.2-1b": 1_235_814_400,
-    "mistral-7b-v0.2": 7_241_732_096,
-    "qwen2-7b": 7_615_616_512,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-0.6b": 596_049_920,
-    "nemotron-h-8b": 8_100_852_736,
-    "gpt2": 124_439_808,
-    "gpt-neox-20b": 20_554_567_680,
-    "bert-base-uncased": 110_106_428,
-    "mixtral-8x7b": 46_702_792_704,
-    "qwen1.5-moe-a2.7b": 14_315_784_192,
-    "qwen3-30b-a3b": 30_532_122_624,
-    # 20.91B and 116.83B, arXiv 2508.10925, table 1
-    "gpt-oss-20b": 20_914_757_184,
-    # without the layer that predicts a second token
-    "qwen3-next-80b-a3b": 79_674_391_296,
-    "nemotron-3-nano": 31_577_937_344,
-    # the text model, 107.77B
-    "llama4-scout": 107_769_861_120,
-    "deepseek-v2-lite": 15_706_484_224,
-    # 671,026,404,352 without the module that predicts a further token (README of deepseek-ai/DeepSeek-V3:
-    # 671B and, with its copies of embedding and head, 14B)
-    "deepseek-v3": 682_636_472_320,
-}
+PUBLISHED = data(__file__)["PUBLISHED"]
 
 
 def content(name: str) -> dict[str, Any]:
@@ -131,13 +105,7 @@ def test_what_counts_makes_the_same_model() -> None:
         assert counting_fields(counting) == counting
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"model_type": "minimax"}, "the preset minimax-01-dense is it with one MLP of what a token meets"),
-        ({"model_type": "mamba"}, "the families here are bert, deepseek_v2, deepseek_v3, falcon"),
-    ],
-)
+@tabled(__file__, "families_that_are_not_here_are_refused_by_name")
 def test_families_that_are_not_here_are_refused_by_name(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=rf"field model_type = .* is not covered: {said}"):
         counting_fields(fields)
