@@ -130,6 +130,8 @@ class TrainingOptions(BaseModel):
         alloc_retries: whether a simulated allocator whose card is full frees its cached memory and tries
             again, as torch's does (``num_alloc_retries`` of torch.cuda.memory_stats; DeepSpeed warns of such
             "cache flushes", runtime/zero/stage3.py). False: the step is out of memory.
+        cuda_graph: what CUDA graphs launch in a simulated step, without work of the host: the kernels of
+            forward and backward ("layers"), or also their communication ("full_iteration").
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
@@ -148,15 +150,15 @@ class TrainingOptions(BaseModel):
     cublas_workspace: str | None = None
     cuda_alloc_conf: str | None = None
     alloc_retries: bool = True
+    cuda_graph: Literal["none", "layers", "full_iteration"] = "none"
 
     @model_validator(mode="after")
     def _check_virtual_stages(self) -> TrainingOptions:
-        if self.virtual_stages > 1 and self.schedule != "interleaved":
-            raise ValueError("virtual_stages is for schedule: interleaved; leave it out, or set that")
-        if self.virtual_stages == 1 and self.schedule == "interleaved":
+        if self.schedule == "interleaved" and self.virtual_stages == 1:
             raise ValueError("schedule: interleaved needs virtual_stages: 2 or more")
-        for name in ("microbatch_group_size", "overlap_p2p_communication"):
-            if getattr(self, name) and self.schedule != "interleaved":
+        for name in ("virtual_stages", "microbatch_group_size", "overlap_p2p_communication"):
+            given = getattr(self, name) != type(self).model_fields[name].default
+            if given and self.schedule != "interleaved":
                 raise ValueError(f"{name} is for schedule: interleaved; leave it out, or set that")
         return self
 
@@ -292,15 +294,13 @@ class Cell(StrictModel):
     @model_validator(mode="after")
     def _check_together(self) -> Cell:
         if (self.batch or 1) * (self.seq_len or 1) > MOST_POSITIONS:
-            raise ValueError(
-                f"batch {self.batch} of {self.seq_len} positions are more than {MOST_POSITIONS} positions"
-            )
+            asked = f"batch {self.batch} of {self.seq_len} positions"
+            raise ValueError(f"{asked} are more than {MOST_POSITIONS} positions")
         if self.precision != "bf16" and self.training.backend_options.get("exp_avg_dtype") == "bf16":
             raise ValueError("training.exp_avg_dtype: bf16 needs precision: bf16; leave one out")
         if self.precision in ("fp32", "fp64") and self.model_options.get("frozen_bits", 16) in (4, 8):
-            raise ValueError(
-                "model_options.frozen_bits: numbers of 16 bits hold packed weights; set precision: bf16"
-            )
+            packed = "numbers of 16 bits hold packed weights"
+            raise ValueError(f"model_options.frozen_bits: {packed}; set precision: bf16")
         return self
 
     @property

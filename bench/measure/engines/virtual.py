@@ -46,8 +46,8 @@ class VirtualEngine(Engine):
     name = "virtual"
     summary = "fake tensors on fake ranks: exact bytes and memory, simulated time; no GPU, no data"
     is_exact = True
-    heeds = frozenset(
-        {"meters", "training.moments", "training.steps", "training.batch_on_device", "training.alloc_retries"}
+    heeds = frozenset({"meters"}) | frozenset(
+        f"training.{name}" for name in ("moments", "steps", "batch_on_device", "alloc_retries", "cuda_graph")
     )
 
     def check(self, cell: Cell) -> None:
@@ -209,6 +209,7 @@ class ClassTraces:
             self.fold,
             kernel or model_preset(*self.cell.model_arguments).attention_kernel,
             None if axis is None else [*self.cell.mesh_sizes].index(axis),
+            self.cell.training.cuda_graph,
         )
 
 

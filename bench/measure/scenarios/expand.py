@@ -37,10 +37,12 @@ Path_ = tuple[str, ...]
 #: settings without effect in some cells; of these, those of pipelines, and those without effect in training
 _PARTLY_HEEDED = (
     *("rank", "timing", "meters", "training.schedule", "training.stage_layers", "training.moments"),
-    *("training.steps", "training.batch_on_device", "training.alloc_retries"),
+    *("training.steps", "training.batch_on_device", "training.alloc_retries", "training.cuda_graph"),
 )
 _OF_PIPELINES = ("training.schedule", "training.stage_layers")
-_NOT_LEARNING = ("rank", "timing", "meters", "training.steps", "training.alloc_retries")
+_NOT_LEARNING = (
+    *("rank", "timing", "meters", "training.steps", "training.alloc_retries", "training.cuda_graph"),
+)
 _DEFAULTS = Cell(model="", strategy="", batch=1, seq_len=1)
 
 

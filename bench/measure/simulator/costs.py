@@ -82,6 +82,7 @@ class Costs:
         calibration: the correction; the default uses the datasheets' figures.
         parameters: the number of parameters of the whole model.
         attention: the kernel of softmax attention, "flash" for the card's default.
+        graphs: what CUDA graphs launch, see :func:`host_seconds`.
 
     Attributes:
         step_overhead_s: seconds of a step in addition to its kernels and communication.
@@ -90,9 +91,14 @@ class Costs:
     """
 
     def __init__(
-        self, cluster: Cluster, calibration: Calibration, parameters: int = 0, attention: str = "flash"
+        self,
+        cluster: Cluster,
+        calibration: Calibration,
+        parameters: int = 0,
+        attention: str = "flash",
+        graphs: str = "none",
     ):
-        self.cluster, self.attention = cluster, attention
+        self.cluster, self.attention, self.graphs = cluster, attention, graphs
         shares = ("compute_efficiency", "memory_efficiency", "link_efficiency")
         of_all = {name: getattr(calibration, name) * calibration.efficiency for name in shares}
         self.calibration = calibration.model_copy(update=of_all)

@@ -35,13 +35,24 @@ _BLOCK = 256
 _NO_KERNEL = float("-inf")
 
 
-def host_seconds(host: Host, program: Program) -> np.ndarray:
-    """[events]: the host's seconds for each event: the work since the event before, and the dispatch."""
+def host_seconds(host: Host, program: Program, graphs: str = "none") -> np.ndarray:
+    """[events]: the host's seconds for each event: the work since the event before, and the dispatch.
+
+    Args:
+        graphs: the events of forward and backward that CUDA graphs launch, for which the host has no work:
+            "none", the kernels ("layers"), or all ("full_iteration").
+    """
     kinds = program.kind
     dispatch = np.where(kinds == KERNEL, host.seconds("operator_s"), host.seconds("collective_s"))
     dispatch[(kinds == WAIT) | (kinds == RECORD)] = 0.0
     each = np.array([host.seconds(figure) if figure else 0.0 for figure in _FIGURES.values()])
-    return dispatch + program.host @ each
+    seconds: np.ndarray = dispatch + program.host @ each
+    if graphs != "none":
+        ends = [first for _, first in program.marks[1:]]
+        for (phase, first), end in zip(program.marks, [*ends, len(program)], strict=True):
+            if phase in ("forward", "backward"):
+                seconds[first:end][(kinds[first:end] == KERNEL) | (graphs == "full_iteration")] = 0.0
+    return seconds
 
 
 class HostClock:

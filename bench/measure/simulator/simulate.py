@@ -39,6 +39,7 @@ class Simulator:
             is the same.
         unlike_axis: the index of the mesh axis along which ranks of one program have unlike work
             (:mod:`measure.simulator.lighter_ranks`); the last rank runs all of it. None: there is none.
+        graphs: see :func:`host_seconds`.
 
     Raises:
         Deadlock, ValueError: see :class:`World` and :func:`owners`.
@@ -55,13 +56,14 @@ class Simulator:
         fold: bool = True,
         attention: str = "flash",
         unlike_axis: int | None = None,
+        graphs: str = "none",
     ):
         program_of = owners(programs, ranks_of)
         check_rates(cluster, precision, len(program_of))
         shifts = smallest_shifts(programs, program_of, cluster) if fold else programs[0].mesh
         self.world = World(programs, program_of, shifts)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
-        self.attention, self.unlike_axis = attention, unlike_axis
+        self.attention, self.unlike_axis, self.graphs = attention, unlike_axis, graphs
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
         """The timeline of the step. ``calibration``: None for the cluster's own, for the precision.
@@ -71,7 +73,7 @@ class Simulator:
         """
         if calibration is None:
             calibration = self.cluster.calibration_of(self.precision)
-        costs = Costs(self.cluster, calibration, self.parameters, self.attention)
+        costs = Costs(self.cluster, calibration, self.parameters, self.attention, self.graphs)
         return Simulation(self.world, costs, self.unlike_axis).timeline()
 
 

@@ -59,7 +59,8 @@ class SimulationState:
         #: [streams, ranks of the program]: when each stream has done all events issued so far
         self.clocks = [np.zeros((max(s.streams, default=0) + 1, len(s.ranks))) for s in self.steps]
         self.kernel_s = [costs.kernels(steps.program) for steps in self.steps]
-        launched = [None if costs.host is None else host_seconds(costs.host, s.program) for s in self.steps]
+        host = costs.host
+        launched = [None if host is None else host_seconds(host, s.program, costs.graphs) for s in self.steps]
         self.costs = costs
         #: by step: its seconds if it is a kernel, and the seconds of the compute stream's kernels before it
         self.taken: list[list[float]] = []

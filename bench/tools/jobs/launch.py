@@ -127,7 +127,8 @@ def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
         spec: the section ``launch`` of the program's table: ``program``, a regular expression of the
             program's name; ``first``, the words of which the first argument must be one; ``file``, a regular
             expression of a Python file that a script without `accelerate launch` may start instead;
-            ``processes``, the variables whose values multiplied are the number of processes.
+            ``processes``, the variables whose values multiplied are the number of processes; ``empty``,
+            variables of files that the script reads, which say nothing but the model's sizes.
 
     Raises:
         UserError: the script cannot be read, or has several such commands.
@@ -135,7 +136,8 @@ def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
     script, first = files.script, spec.get("first", "").split()
     if script is None:
         return None
-    launch = launched(script, re.compile(spec["program"]), files.environment, first)
+    environment = {**dict.fromkeys(spec.get("empty", "").split(), ""), **files.environment}
+    launch = launched(script, re.compile(spec["program"]), environment, first)
     if launch is not None and first:
         launch = replace(launch, arguments=launch.arguments[1:])
     elif "file" in spec and "accelerate launch" not in script.text:
@@ -241,6 +243,8 @@ def _stray(word: str, problems: list[str]) -> None:
 
 def _value(name: str, text: str, table: ArgumentTable, problems: list[str]) -> Iterator[tuple[str, Any]]:
     argument = table.arguments.get(name)
+    if argument is not None and argument.takes == "str" and not unknown_in(text.rpartition("/")[2]):
+        text = shown_word(text)  # the folder of a model is not what its sizes are told by
     if unknown := unknown_in(text):
         if argument is not None and argument.outcome in ("mapped", "refused"):
             problems.append(

@@ -19,7 +19,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.rules import Said
-from spbench.bench.tools.jobs.torchtitan import TorchtitanJob
+from spbench.bench.tools.jobs.torchtitan import job_around
 from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 from spbench.bench.yaml_files import read_yaml
 
@@ -78,7 +78,8 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
     own = key_account(table, [(n, _typed(table, n, v)) for n, v in values.items() if n in table.arguments])
     if known.get("use_turbo_deepep"):
         known |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
-    given = dict(as_arguments(known, values, problems, "Primus"))
+    sources = {name: f"{name}: {shown(value)}" for name, value in values.items()}
+    given = dict(as_arguments(known, sources, problems, "Primus"))
     megatron = megatron_account(given, dict(files.environment))
     if not problems:
         make_settings(megatron, files.gpus, files.cluster)
@@ -171,12 +172,5 @@ def torchtitan_job(model: str, overrides: Mapping[str, Any], files: JobFiles, pr
     for section, values in [*table.content["defaults"].items(), *overrides.items()]:
         both = isinstance(values, Mapping) and isinstance(sections.get(section, {}), Mapping)
         sections[section] = {**sections.get(section, {}), **values} if both else values
-    job = TorchtitanJob(sections, files, launched=False)
-    keys = job.keys
-    keys.table = replace(
-        keys.table, program=table.program, arguments={**keys.table.arguments, **table.arguments}
-    )
-    own = ((n, each.wrong(keys.given[n].value)) for n, each in table.arguments.items() if n in keys.given)
-    keys.problems += [f"{n}: {wrong}" for n, wrong in own if wrong]
-    keys.problems[:0] = problems
-    return replace(job.job(), kind="primus")
+    job = job_around("primus", table, sections, files)
+    return replace(job, problems=[*problems, *job.problems])

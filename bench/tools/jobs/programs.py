@@ -4,11 +4,15 @@ signature of a job's files, their keys, the fields of a step that the keys say, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from spbench.bench.files import read_file
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import (
     OF_DEEPSPEED,
@@ -20,10 +24,17 @@ from spbench.bench.tools.jobs.argument_tables import (
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.launch import program_launch, values_of_launch
-from spbench.bench.tools.jobs.rules import follow
+from spbench.bench.tools.jobs.megatron_inside import job_by_megatron
+from spbench.bench.tools.jobs.rules import follow, holds
 from spbench.bench.tools.jobs.step_lines import step_of
+from spbench.bench.tools.jobs.torchtitan import job_around
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.variables import variables
+from spbench.bench.yaml_files import parse_yaml
+
+#: ``${KEY.KEY}``, the value of another key, and a product of two numbers; and how deep such values may nest
+_NAMED, _PRODUCT = re.compile(r"\$\{([\w.]+)\}"), re.compile(r"\$\{mul:\s*(\d+),\s*(\d+)\}")
+_MOST_NAMED = 5
 
 
 def __getattr__(kind: str) -> Callable[[JobFiles], Job | None]:
@@ -43,7 +54,16 @@ def read_by_table(kind: str, files: JobFiles) -> Job | None:
     content = account.table.content
     if key := content.get("environment"):
         account.environment = {str(name): str(value) for name, value in (account.value(key) or {}).items()}
+    account.facts["asked_gpus"] = files.gpus
     follow(account, content.get("rules", ()))
+    if (by_megatron := content.get("megatron")) and holds(account, by_megatron.get("if", "")):
+        return job_by_megatron(kind, files, account)
+    if by_torchtitan := content.get("torchtitan"):
+        return _job_by_torchtitan(kind, files, account, by_torchtitan)
+    if by_megatron:  # arguments of Megatron-LM are idle beside FSDP
+        sections = tuple(by_megatron["sections"].split())
+        table = account.program_arguments
+        account.given = {n: g for n, g in account.given.items() if n in table or not n.startswith(sections)}
     set_step(account, step_of(account), files)
     if not_said := account.facts.get("not_said"):
         account.problems.append(not_said)
@@ -60,24 +80,104 @@ def _of_configuration(kind: str, files: JobFiles) -> Account | None:
     if version is None or (configuration := contents[version]) is None:
         return None
     table = program_table(kind, version)
+    if follows := content.get("follows"):
+        whole = _whole(files, configuration, follows)
+        configuration = _resolved(whole, whole)
     account = key_account(
         table,
         _values_of(files, configuration, table),
-        lambda name: name in table.arguments or not fnmatchcase(name, content.get("left_out", "")),
+        lambda name: _counts(name, table),
         overrides=files.environment,
     )
     account.facts["version"] = version
     return account
 
 
+def _counts(name: str, table: ArgumentTable) -> bool:
+    """Whether a key is not of a part of the program that the table's line ``left_out`` leaves out."""
+    patterns = table.content.get("left_out", "").split()
+    return name in table.arguments or not any(fnmatchcase(name, each) for each in patterns)
+
+
+def _whole(
+    files: JobFiles, content: Mapping[str, Any], follows: str, beside: Path | None = None
+) -> dict[str, Any]:
+    """A configuration over those that its key ``follows`` names, by paths beside its own (``beside``).
+    UserError if such a file cannot be read."""
+    folder = beside or next((file.path.parent for file in files.files if mapping_in(file) == content), Path())
+    above = content.get(follows, [])
+    whole: dict[str, Any] = {}
+    for name in [above] if isinstance(above, str) else above:
+        path = folder / str(name)
+        whole = _over(whole, _whole(files, parse_yaml(path, read_file(path)), follows, path.parent))
+    return _over(whole, {key: value for key, value in content.items() if key != follows})
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings as one, in which the values of ``above`` count before those of ``below``."""
+    inner = {k: _over(below[k], v) for k, v in above.items() if _are_mappings(below.get(k), v)}
+    return {**below, **above, **inner}
+
+
+def _are_mappings(one: Any, other: Any) -> bool:
+    """Whether two values are both mappings."""
+    return isinstance(one, Mapping) and isinstance(other, Mapping)
+
+
+def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
+    """A value in which what it names in ``whole`` replaces each ``${KEY.KEY}``, and a number ``${mul:N,N}``;
+    what is named nowhere stays."""
+    if isinstance(value, Mapping):
+        return {key: _resolved(each, whole, depth) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_resolved(each, whole, depth) for each in value]
+    if not isinstance(value, str) or "${" not in value or depth > _MOST_NAMED:
+        return value
+
+    def named(match: re.Match[str]) -> Any:
+        keys = match[1].split(".")
+        value_there: Any = whole
+        for key in keys:
+            value_there = value_there.get(key) if isinstance(value_there, Mapping) else None
+        return match[0] if value_there is None else _resolved(value_there, whole, depth + 1)
+
+    if alone := _NAMED.fullmatch(value):
+        return named(alone)
+    text = _NAMED.sub(lambda match: str(named(match)), value)
+    if product := _PRODUCT.fullmatch(text):
+        return int(product[1]) * int(product[2])
+    return text
+
+
+def _job_by_torchtitan(kind: str, files: JobFiles, own: Account, section: Mapping[str, Any]) -> Job:
+    """The job of a program that trains by torchtitan, whose keys beside its own (``own``) are torchtitan's;
+    ``section``: the key with the number of ``gpus``."""
+    sections: dict[str, Any] = {}
+    for name, given in own.given.items():
+        if name not in own.program_arguments:
+            *above, last = name.split(".")
+            inner = sections
+            for each in above:
+                inner = inner.setdefault(each, {})
+            inner[last] = given.value
+    gpus, key = own.chosen(*section["gpus"].split())
+    own.took("how many GPUs there are", key)
+    gpus = files.gpus or gpus
+    return job_around(kind, own.table, sections, replace(files, gpus=gpus), own)
+
+
 def _values_of(
     files: JobFiles, content: Mapping[str, Any], table: ArgumentTable
 ) -> Iterator[tuple[str, Any]]:
-    """Pairs of name and value from the program's configuration, and then from DeepSpeed's."""
+    """Pairs of name and value from the program's configuration, whose trainer may be in a section of its own
+    (the table's line ``inside``), and then from DeepSpeed's."""
+    inside = content.get(table.content.get("inside", ""))
+    if isinstance(inside, Mapping):
+        content = _over({k: v for k, v in content.items() if v is not inside}, inside)
     yield from flat(content, table.arguments)
     for file in files.files:
         beside = mapping_in(file) or {}
-        if "zero_optimization" in beside and beside is not content:
+        if "zero_optimization" in beside and "zero_optimization" not in content:
             yield from flat(beside, table.arguments, OF_DEEPSPEED)
 
 
@@ -88,7 +188,8 @@ def _of_script(kind: str, files: JobFiles) -> Account | None:
         return None
     problems: list[str] = []
     values, is_older = values_of_launch(launch, content, table, problems)
-    account = key_account(table, values.items(), overrides=files.environment)
+    kept = [(name, value) for name, value in values.items() if _counts(name, table)]
+    account = key_account(table, kept, overrides=files.environment)
     account.environment = launch.environment
     account.problems += problems
     account.facts |= {"gpus": launch.gpus, "older": is_older}

@@ -22,7 +22,7 @@ from spbench.impls import LATENT, PROJECTIONS
 
 def step_of(account: Account, own: Functions | None = None) -> SimpleNamespace:
     """The fields of a job's step, by the section ``step`` of its program's table: a mapping of each field to
-    a line (:func:`said_of`, with the words of :data:`_FUNCTIONS`), or a list of such mappings. A mapping with
+    a line (:func:`said_of`, with the words of :data:`FUNCTIONS`), or a list of such mappings. A mapping with
     a condition ``if`` counts if the condition holds, else its ``else`` does; its ``rules`` are followed
     first. ``facts`` are lines that are no fields. Conditions of later lines know the value of a field as
     ``$FIELD``, and its key as ``$FIELD.key``. ``own``: functions for the program's own words.
@@ -36,7 +36,7 @@ def step_of(account: Account, own: Functions | None = None) -> SimpleNamespace:
     fields: dict[str, Any] = {name: Said(line["value"], (), line.get("note", "")) for name, line in defaults}
     fields["adapted"] = Adapted()
     known = {*fields}
-    functions = {**_FUNCTIONS, **(own or {})}
+    functions = {**FUNCTIONS, **(own or {})}
     for section in content if isinstance(content, list) else [content]:
         if not holds(account, section.get("if", "")):
             section = section.get("else", {})
@@ -143,6 +143,14 @@ def _product(account: Account, line: Rule) -> Said:
     return Said(product, account.given_of(*line.get("from", line["product"]).split()), line.get("note", ""))
 
 
+def _sum(account: Account, line: Rule) -> Said:
+    """The line ``sum``: the values of keys added up; null if one is no number."""
+    names = line["sum"].split()
+    values = [account.value(name) for name in names]
+    whole = all(isinstance(value, int) for value in values)
+    return Said(sum(values) if whole else None, account.given_of(*names))
+
+
 def _accumulation(account: Account, line: Rule) -> Said:
     """The line ``accumulation``: a step's number of micro-batches, by the key ``accumulation``, else by an
     older key, ``of_all``, the sequences of a step, divided by ``of_each``, those of a micro-batch."""
@@ -160,10 +168,13 @@ def _accumulation(account: Account, line: Rule) -> Said:
 
 def _adapters(account: Account, line: Rule) -> dict[str, Any]:
     """The line ``adapters``: the fields ``lora``, ``adapted`` and ``adapted_experts`` by a section with
-    peft's names; ``ranks``: names of the rank, which is 8 if the section has none of them."""
+    peft's names; ``ranks``: names of the rank, which is ``rank``, else 8, if the section has none of them."""
     key = line["adapters"]
     section, source = account.value(key) or {}, account.given_of(key)
-    rank = next((section[name] for name in line["ranks"].split() if section.get(name)), 8 if section else 0)
+    rank = next(
+        (section[name] for name in line["ranks"].split() if section.get(name)),
+        line.get("rank", 8) if section else 0,
+    )
     targets = section.get("target_modules", section.get("lora_modules"))
     parts = (targets, section.get("modules_to_save"), section.get("use_dora"))
     of_experts = "shared" if section.get("share_expert_lora") else "each"
@@ -278,7 +289,7 @@ def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tu
 
 
 #: the functions that read lines of a step, by the word by which they know their line
-_FUNCTIONS = {
+FUNCTIONS = {
     "modules": lambda account, line: named_modules(account, line["modules"]),
     "names": _names,
     "words_of": _words_of,
@@ -286,6 +297,7 @@ _FUNCTIONS = {
     "bits": _bits,
     "precision": _precision,
     "product": _product,
+    "sum": _sum,
     "accumulation": _accumulation,
     "adapters": _adapters,
     "matched": _matched,

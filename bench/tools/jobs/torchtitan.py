@@ -4,13 +4,14 @@ values."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
-from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.rules import call
 from spbench.bench.tools.jobs.torchtitan_models import (
@@ -56,6 +57,37 @@ def _content_of(file: JobFile) -> Mapping[str, Any] | None:
         return None
     sections = {name for name, section in content.items() if isinstance(section, dict)}
     return content if len(_SECTIONS & sections) >= 2 else None
+
+
+def job_around(
+    kind: str,
+    own: ArgumentTable,
+    sections: Mapping[str, Any],
+    files: JobFiles,
+    account: Account | None = None,
+) -> Job:
+    """The job of a program of kind ``kind`` around torchtitan, with the program's ``own`` keys and
+    torchtitan's (``sections``); ``account``: that of its own keys, if these are not in ``sections``."""
+    job = TorchtitanJob(sections, files, launched=False)
+    keys = job.keys
+    keys.table = replace(keys.table, program=own.program, arguments={**keys.table.arguments, **own.arguments})
+    given = ((n, each.wrong(keys.given[n].value)) for n, each in own.arguments.items() if n in keys.given)
+    keys.problems += [f"{n}: {wrong}" for n, wrong in given if wrong]
+    made = job.job()
+    if account is None:
+        return replace(made, kind=kind)
+    return replace(
+        made,
+        kind=kind,
+        arguments=[*account_of(account), *made.arguments],
+        problems=[*account.problems, *made.problems],
+        remarks=[*account.remarks, *made.remarks],
+    )
+
+
+def account_of(account: Account) -> list[Argument]:
+    """The outcomes of those keys of an account that its table has."""
+    return [each for each in account.arguments() if each.name in account.program_arguments]
 
 
 class TorchtitanJob(TorchtitanModel):

@@ -27,6 +27,10 @@ FUSED_BY_COMPILER = ("swiglu", "rope")
 def set_step(account: Account, step: SimpleNamespace, files: JobFiles) -> None:
     """Add the settings of a step, whose fields :func:`step_lines.step_of` returns, to the account."""
     fields = _model(account, step.model, files)
+    if step.experts.value == "auto":  # resolve_ep of prime-rl
+        ranks = (files.gpus or step.gpus.value or 1) // (step.groups.value or 1)
+        most = min(ranks, 8) if any(map(fields.get, EXPERTS)) else 1
+        step.experts = Said(most, step.experts.names, "at most 8 ranks")
     account.facts |= _facts_of_fields(account, step)
     replicas = _layout(account, step, files)
     if replicas is not None:

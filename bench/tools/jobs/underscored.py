@@ -23,14 +23,14 @@ _NAMES = {"fp8": "fp8-format"}
 
 
 def as_arguments(
-    known: Mapping[str, Any], values: Mapping[str, Any], problems: list[str], program: str
+    known: Mapping[str, Any], sources: Mapping[str, str], problems: list[str], program: str
 ) -> Iterator[tuple[str, Given]]:
     """The arguments of Megatron-LM that keys set, as pairs of the argument's name and the argument; keys
     without such an argument are left out.
 
     Args:
         known: values by key: the program's defaults, its model's, and the job's.
-        values: the values of the job, by key.
+        sources: how the job spells the values that it says, by key.
         problems: a list to which problems with values are added.
         program: the program's name, for the source of a default.
     """
@@ -40,7 +40,7 @@ def as_arguments(
         if name and name in of_megatron:
             given, wrong = given_argument(key, of_megatron[name], words)
             problems += wrong
-            source = f"{key}: {shown(value)}" if key in values else f"{program}'s {key}"
+            source = sources.get(key) or f"{program}'s {key}"
             yield of_megatron[name].name, replace(given, source=source)
 
 
@@ -66,28 +66,38 @@ def _argument(key: str, value: Any) -> tuple[str, list[str]]:
 
 
 def job_of_both(
-    kind: str, files: JobFiles, gpus: int | None, values: Mapping[str, Any], megatron: Account, own: Account
+    kind: str,
+    files: JobFiles,
+    gpus: int | None,
+    values: Mapping[str, Any],
+    megatron: Account,
+    own: Account,
+    named: Mapping[str, str] | None = None,
 ) -> Job:
-    """The job whose keys are Megatron-LM's arguments (account ``megatron``) or its program's (``own``)."""
+    """The job whose keys are Megatron-LM's arguments (account ``megatron``) or its program's (``own``);
+    ``named``: the argument's name with underscores, by a key that is called otherwise."""
     megatron.problems[:0] = own.problems
     megatron.settings += own.settings
     megatron.remarks += own.remarks
-    arguments = [*_outcomes(values, megatron, own), *variables(megatron)]
+    arguments = [*_outcomes(values, megatron, own, named or {}), *variables(megatron)]
     return replace(megatron, table=own.table).job(kind, files, arguments, files.machine_problems(gpus))
 
 
-def _outcomes(values: Mapping[str, Any], megatron: Account, own: Account) -> Iterator[Argument]:
+def _outcomes(
+    values: Mapping[str, Any], megatron: Account, own: Account, named: Mapping[str, str]
+) -> Iterator[Argument]:
     """Every key, with the outcome of its argument of Megatron-LM, or of the program's own key (``own``)."""
     accounted = {argument.name: argument for argument in megatron.arguments()}
     of_program = {argument.name: argument for argument in own.arguments()}
     for key, value in values.items():
-        name, _ = _argument(key, value)
-        argument = accounted.get(key) or of_program.get(key)
+        word = named.get(key, key)
+        name, _ = _argument(word, value)
+        argument = accounted.get(word) or of_program.get(key)
         if argument is not None and key in of_program and name not in megatron.given:
             argument = of_program[key]
         if argument is not None:
             yield replace(argument, name=key, value=f"= {shown(value)}")
-        elif _is_known(key):
+        elif _is_known(word):
             yield Argument(key, f"= {shown(value)}", "no effect", "is so without it")
         else:
             yield Argument(key, f"= {shown(value)}", "unknown", "")

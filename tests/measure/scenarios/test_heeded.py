@@ -26,7 +26,7 @@ VALUES: dict[str, Any] = data(__file__)["VALUES"]
 STEP = {"meters", "training.moments", "training.steps", "training.batch_on_device"}
 #: by engine, what one of two ranks without pipeline stages heeds of these
 HEEDED = {
-    "virtual": STEP | {"training.alloc_retries"},
+    "virtual": STEP | {"training.alloc_retries", "training.cuda_graph"},
     "distributed": STEP | {"timing"},
     "emulated": STEP | {"timing", "rank", "training.alloc_retries"},
     "lockstep": set[str](),

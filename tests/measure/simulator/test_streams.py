@@ -381,6 +381,22 @@ def test_a_step_takes_the_longer_of_what_its_host_and_its_device_take() -> None:
     assert hidden.breakdown["host_s"] == 2.5
 
 
+@pytest.mark.parametrize(
+    ("graphs", "host_s"), [("none", 2 + 8 + 1 + 2), ("layers", 1 + 2), ("full_iteration", 2)]
+)
+def test_the_host_has_no_work_for_what_graphs_launch(graphs: str, host_s: float) -> None:
+    """A kernel in forward, a module's kernel and a collective in backward, and a kernel of the optimizer."""
+    b = kernels(0.0)
+    b.phase("backward")
+    b.host_work += MODULE
+    b.kernel("mm", flops=0)
+    b.collective("all_reduce", 0, everyone(1))
+    b.phase("optimizer")
+    b.kernel("mm", flops=0)
+    figures = host(operator_s=2.0, collective_s=1.0, module_s=6.0)
+    assert host_clock.host_seconds(figures, b.program(), graphs).sum() == host_s
+
+
 def test_each_kind_of_work_takes_its_time_on_the_host() -> None:
     b = kernels(0.0)
     b.host_work += 2 * VIEW + 3 * NODE + MODULE

@@ -1,0 +1,154 @@
+"""Jobs of programs that train by Megatron-Core, from the section ``megatron`` of a program's table.
+
+The section's lines ``keys`` are arguments of Megatron-LM, with underscores, and the keys of the program that
+say their values; under ``sections``, prefixes, the program's own keys have the names of such arguments;
+``defaults`` are the program's defaults other than Megatron-LM's. ``model`` is the line of the model's name;
+``gpus`` are lines whose values multiplied are the number of GPUs; and where the condition ``at_once`` holds,
+a micro-batch is limited by tokens, and each stage of a pipeline has one micro-batch at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs.account import Account, scalar_of
+from spbench.bench.tools.jobs.adapter_settings import Adapted, set_adapters
+from spbench.bench.tools.jobs.argument_tables import argument_table, table_content
+from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.model_names import named_model
+from spbench.bench.tools.jobs.rules import Said, holds, said_of
+from spbench.bench.tools.jobs.step_lines import FUNCTIONS, named_modules
+from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
+
+
+def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
+    """The job of kind ``kind``, whose keys are in ``account``: Megatron-LM's arguments and the program's."""
+    content, table = account.table.content["megatron"], account.table
+    program, problems = table.program.split(" ")[0], list[str]()
+    values = {name: given.value for name, given in account.given.items()}
+    own = replace(account, given={n: g for n, g in account.given.items() if n in table.arguments})
+    fields = _fields(own, content["model"], problems)
+    known = {**content["defaults"], **_sizes(fields, problems)}
+    sources: dict[str, str] = {}
+    for key, line in content.get("keys", {}).items():
+        said = said_of(own, line, FUNCTIONS)
+        if said.value is not None:
+            known[key] = said.value
+            sources[key] = ", ".join(map(own.spelled, said.names))
+            own.took(f"{key}: {said.value}", *said.names)
+    named = {n: _argument_of(n, content) for n in values if n not in table.arguments}
+    of_job = {named[name]: values[name] for name in named}
+    of_job |= {n: scalar_of(text) for n, text in files.environment.items() if _is_of_megatron(n)}
+    known |= of_job
+    sources |= {key: f"{key}: {value}" for key, value in of_job.items()}
+    if known.get("recompute_granularity") == "none":
+        known["recompute_granularity"] = None
+    said_gpus = [said_of(own, line, FUNCTIONS) for line in content.get("gpus", [])]
+    counts = [int(each.value) for each in said_gpus if str(each.value).isdecimal()]
+    own.took("how many GPUs there are", *(name for each in said_gpus for name in each.names))
+    in_files = math.prod(counts) if counts and len(counts) == len(said_gpus) else account.facts.get("gpus")
+    gpus = files.gpus or in_files
+    if holds(own, content.get("at_once", "")) and "at_once" in content:
+        ranks = math.prod(int(known.get(f"{axis}_parallel_size") or 1) for axis in _AXES)
+        known["global_batch_size"] = (
+            (gpus or ranks) // ranks * int(known["micro_batch_size"]) * _stages(known)
+        )
+    if known.get("seq_length") is None:
+        problems.append("how long sequences are is not said; --given seq_length=N")
+    known.setdefault("max_position_embeddings", known.get("seq_length"))
+    megatron = megatron_account(
+        dict(as_arguments(known, sources, problems, program)), dict(account.environment)
+    )
+    if not problems and not own.problems:
+        make_settings(megatron, gpus, files.cluster)
+    megatron.ignore(
+        "how many processes there are", *table.content.get("launch", {}).get("processes", "").split()
+    )
+    _set_adapters(own, content, fields)
+    own.table = replace(table, content={**table.content, "trains": "megatron"})
+    own.problems[:0] = problems
+    return job_of_both(kind, files, gpus, values, megatron, own, named)
+
+
+_AXES = ("tensor_model", "pipeline_model", "context")
+
+
+def _stages(known: Mapping[str, Any]) -> int:
+    return int(known.get("pipeline_model_parallel_size") or 1)
+
+
+def _is_of_megatron(name: str) -> bool:
+    return f"--{name.lstrip('-').replace('_', '-')}" in argument_table("megatron").arguments
+
+
+def _argument_of(name: str, content: Mapping[str, Any]) -> str:
+    """Megatron-LM's argument, with underscores, that a key sets: the key without its section's prefix."""
+    sections = content.get("sections", "").split()
+    prefix = next((each for each in sections if name.startswith(each)), "")
+    bare = name.removeprefix(prefix)
+    return str(content.get("names", {}).get(bare, bare)) if prefix or not sections else name
+
+
+def _set_adapters(own: Account, content: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Set a job's adapters, by the lines ``lora`` (their rank), ``targets`` and ``whole`` (keys)."""
+    lora = said_of(own, content["lora"], FUNCTIONS) if "lora" in content else Said(0)
+    keys = [content[each] for each in ("targets", "whole") if each in content]
+    adapted = Adapted(*(named_modules(own, name) for name in keys))
+    set_adapters(own, Said(lora.value or 0, lora.names), fields, adapted, separate=False, experts="each")
+
+
+def _fields(own: Account, line: str, problems: list[str]) -> Mapping[str, Any]:
+    """The fields of the model's config.json; empty, and a problem, if the model is not known. The name of a
+    converted model is that of its original, with an ending such as ``-mcore``."""
+    name, key = own.chosen(*line.split())
+    first = line.split()[0]
+    advice = own.table.content["megatron"].get("advice", f"--given {first}=NAME, as on Hugging Face")
+    if not name:
+        problems.append(f"which model it is is not said; {advice}")
+        return {}
+    try:
+        named = named_model(str(name).rstrip("/").removesuffix("-mcore").removesuffix("_torch_dist"))
+    except UserError as error:
+        problems.append(f"{key}: {error}; or {advice}")
+        return {}
+    named.account(own, key)
+    own.took("the model's sizes", first)
+    own.took("the model's weights", *own.given_of(*line.split()[1:]))
+    return named.fields
+
+
+def _sizes(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The arguments of Megatron-LM by key that follow from a config.json's ``fields``; empty, and a problem,
+    for a model of another family than those in the table of ms-swift."""
+    content = table_content("swift_megatron")
+    families: Mapping[str, Mapping[str, Any]] = content["families"]
+    family = fields.get("model_type")
+    if family is None:
+        return {}
+    if family not in families:
+        advice = "spbench fit MODEL takes it by its name on Hugging Face, with --set for the layout"
+        problems.append(f"model: model_type {family} is none of {', '.join(families)}; {advice}")
+        return {}
+    sizes = {key: fields[field] for field, key in content["sizes"].items() if fields.get(field) is not None}
+    experts = (
+        {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"} if "num_experts" in sizes else {}
+    )
+    if each := fields.get("n_shared_experts"):
+        sizes["moe_shared_expert_intermediate_size"] = each * fields["moe_intermediate_size"]
+    if (dense := fields.get("first_k_dense_replace")) and experts:
+        sizes["moe_layer_freq"] = f"([0]*{dense}+[1]*{fields['num_hidden_layers'] - dense})"
+    if (fields.get("n_group") or 1) > 1:
+        sizes |= {"moe_router_num_groups": fields["n_group"], "moe_router_group_topk": fields["topk_group"]}
+    if "kv_lora_rank" in fields:
+        sizes.pop("num_query_groups", None)
+    if fields.get("use_qk_norm"):
+        sizes["qk_layernorm"] = True
+    groups = {"group_query_attention": True} if "num_query_groups" in sizes else {}
+    tied = {"untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", False)}
+    return {**families[family], **sizes, **experts, **groups, **tied}
