@@ -101,12 +101,11 @@ def test_each_switch_is_taken_away_alone(options: Any, training: Any, fixed: Any
 
 @pytest.mark.parametrize("options", [{}, {"placement": "contiguous"}])
 def test_each_other_setting_has_words(options: dict[str, Any]) -> None:
-    about = asked(8)
-    cell = changed(about.cell, {"strategy": "ring_attention", "sizes": {"sp": 8}, "strategy_options": options})
+    about, ring = asked(8), {"strategy": "ring_attention", "sizes": {"sp": 8}}
+    cell = changed(about.cell, {**ring, "strategy_options": options})
     words = [*other_settings(about, cell)]
     assert "placement=striped" in words
     assert "" not in words
-
 
 
 def lightened(cell: Cell) -> Cell:
