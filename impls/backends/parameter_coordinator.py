@@ -79,12 +79,12 @@ def uses_in_order(module: nn.Module, names: Mapping[nn.Parameter, str]) -> list[
     """
     pieces: list[tuple[list[Scope], bool]] = []
     blocks: Any = getattr(module, "blocks", None)
-    for child in module.children():
-        if child is not blocks:
+    for name, child in module.named_children():
+        if name != "blocks":
             pieces.append(([*_scopes(child, names)], False))
             continue
         for run, again in getattr(module, "runs", [([*blocks], False)]):
-            of_run = [scope for name in run for scope in _scopes(blocks[name], names)]
+            of_run = [scope for block in run for scope in _scopes(blocks[block], names)]
             pieces.append((of_run, again))
     own = [names[p] for p in module._parameters.values() if p is not None and p in names]
     tied: Any = getattr(module, "tied", None)

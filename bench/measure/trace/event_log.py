@@ -223,6 +223,11 @@ class EventLog(Meter):
         with replaced(nn.Module, {"__call__": counted}):
             yield
 
+    def count_calls(self, calls: int) -> None:
+        """Count so many calls of modules as the host's work."""
+        if self.running:
+            self.builder.host_work += MODULE * calls
+
     def count_node(self) -> None:
         """Count an autograd node as the host's work if the operator to be written comes from a new node."""
         node = backward_node()

@@ -42,7 +42,7 @@ from spbench.bench.measure.trace.torch_internals import (
     no_dispatch,
     replaced,
 )
-from spbench.impls import choosing_steps, noting_work
+from spbench.impls import choosing_steps, noting_host_work, noting_work
 
 PRIM_DEVICE = torch.ops.prim.device.default
 BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
@@ -105,6 +105,7 @@ class Recorder(TorchDispatchMode):
         if self.events is not None:
             patches.enter_context(self.events.counted_modules())
             patches.enter_context(noting_work(self.events.builder.work_of))
+            patches.enter_context(noting_host_work(self.events.count_calls))
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
         """A version of ``UntypedStorage.resize_`` that reports to the memory meter."""
