@@ -295,6 +295,7 @@ class StandIn(NamedTuple):
 STAND_INS = (
     StandIn("EFA", "InfiniBand", axis="nodes", network="InfiniBand"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
+    StandIn("DeepSpeed's ZeRO-3", "", ("deepspeed",), ("deepspeed_zero3",)),
     StandIn("expert parallelism", "", axis="ep"),
     StandIn("torchtitan's TP", "Megatron's", ("torchtitan",), axis="tp"),
     StandIn("torchtitan over nodes", "", ("torchtitan",), _SHARDED, "nodes"),
