@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import load_cluster, packaged_model, priced_by_in_words, with_band, written
+from spbench.bench.measure import (
+    ATTENTION,
+    load_cluster,
+    packaged_model,
+    priced_by_in_words,
+    with_band,
+    written,
+)
 from spbench.bench.tools.choose.fit_verdict import words
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
@@ -26,7 +33,6 @@ from spbench.bench.tools.choose.ranking import (
     stands_for,
     tie_limit,
 )
-from spbench.bench.tools.choose.subject import ATTENTION
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.units import GIB, shown_price

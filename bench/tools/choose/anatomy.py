@@ -12,24 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from pydantic.dataclasses import dataclass
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.measure import (
-    CATEGORIES,
-    SEGMENT_GRANULE,
-    CachingAllocator,
-    ClassTraces,
-    MemoryLog,
-    ShortSteps,
-    allocator_of,
-    can_time,
-    measured,
-    rank_classes,
-    replay,
-    run_cell,
-    stage_traces,
-    trace_of_class,
-    usable_memory_bytes,
-)
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import GIB
 
@@ -110,8 +94,8 @@ class Anatomy:
 
 
 def anatomy(
-    log: MemoryLog,
-    kind: type[CachingAllocator] = CachingAllocator,
+    log: measure.MemoryLog,
+    kind: type[measure.CachingAllocator] = measure.CachingAllocator,
     least: int | None = None,
     ranks: Sequence[int] = (0,),
     stage: int | None = None,
@@ -123,7 +107,7 @@ def anatomy(
         least: the result of :func:`least_usable`; None: not worked out yet.
         ranks, stage: see :class:`Anatomy`.
     """
-    served = replay(log.sizes, log.events, None, (), log.streams, kind)
+    served = measure.replay(log.sizes, log.events, None, (), log.streams, kind)
     blocks, events = np.asarray(served.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
     signed = np.sign(events) * blocks[np.abs(events) - 1]
     live = np.cumsum(signed)
@@ -131,7 +115,9 @@ def anatomy(
     kinds = _kinds(log, events)
     until, alive = events[: at + 1], np.zeros(len(blocks), dtype=bool)
     alive[until[until > 0] - 1], alive[-until[until < 0] - 1] = True, False
-    held = {name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(CATEGORIES)}
+    held = {
+        name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(measure.CATEGORIES)
+    }
     return Anatomy(
         ranks=[*ranks],
         stage=stage,
@@ -147,10 +133,10 @@ def anatomy(
     )
 
 
-def _kinds(log: MemoryLog, events: np.ndarray) -> np.ndarray:
+def _kinds(log: measure.MemoryLog, events: np.ndarray) -> np.ndarray:
     """[storages]: each storage's index in CATEGORIES. Temporaries that backward makes and that are still
     alive in the optimizer count as gradients, because some backends hold none between steps."""
-    kinds = np.asarray([CATEGORIES.index(name) for name in log.categories()])
+    kinds = np.asarray([measure.CATEGORIES.index(name) for name in log.categories()])
     born: set[int] = set()
     for name, span in log.spans():
         if name == "backward":
@@ -161,12 +147,14 @@ def _kinds(log: MemoryLog, events: np.ndarray) -> np.ndarray:
             born -= {*(-events[span][events[span] < 0] - 1).tolist()}
         else:
             held = np.asarray([*born], dtype=np.int64)
-            kinds[held[kinds[held] == CATEGORIES.index("temporaries")]] = CATEGORIES.index("gradients")
+            kinds[held[kinds[held] == measure.CATEGORIES.index("temporaries")]] = measure.CATEGORIES.index(
+                "gradients"
+            )
             born.clear()
     return kinds
 
 
-def _moment(log: MemoryLog, at: int) -> Moment:
+def _moment(log: measure.MemoryLog, at: int) -> Moment:
     step, phase = log.step_of(at), log.phase_of(at)
     ends = [log.step_start, *log.step_ends]
     begins = [
@@ -177,7 +165,7 @@ def _moment(log: MemoryLog, at: int) -> Moment:
     return Moment(step, phase, sum(first <= at for first in begins), len(begins), module)
 
 
-def _parts(log: MemoryLog, blocks: np.ndarray, kinds: np.ndarray, alive: np.ndarray) -> list[Part]:
+def _parts(log: measure.MemoryLog, blocks: np.ndarray, kinds: np.ndarray, alive: np.ndarray) -> list[Part]:
     places = np.asarray(log.places or [0] * len(blocks))
     names = log.place_names or [""]
     of_both = (kinds * len(names) + places)[alive]
@@ -185,7 +173,7 @@ def _parts(log: MemoryLog, blocks: np.ndarray, kinds: np.ndarray, alive: np.ndar
     counts = np.bincount(of_both)
     order = [int(n) for n in np.argsort(-sums, kind="stable") if sums[n]]
     parts = [
-        Part(CATEGORIES[n // len(names)], names[n % len(names)], int(sums[n]), int(counts[n]))
+        Part(measure.CATEGORIES[n // len(names)], names[n % len(names)], int(sums[n]), int(counts[n]))
         for n in order[:_MOST_PARTS]
     ]
     if rest := order[_MOST_PARTS:]:
@@ -197,7 +185,7 @@ def _curve(live: np.ndarray, signed: np.ndarray, kinds: np.ndarray) -> dict[str,
     bounds = np.unique(np.linspace(0, len(live), _POINTS + 1).astype(int))
     at = [int(a + np.argmax(live[a:b])) for a, b in pairwise(bounds)]
     curve = {"event": at}
-    for kind, name in enumerate(CATEGORIES):
+    for kind, name in enumerate(measure.CATEGORIES):
         of_kind = np.cumsum(np.where(kinds == kind, signed, 0))[at]
         if of_kind.any():
             curve[name] = of_kind.tolist()
@@ -218,10 +206,10 @@ def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
 
 
 def least_usable(
-    log: MemoryLog,
+    log: measure.MemoryLog,
     low: int,
     high: int,
-    kind: type[CachingAllocator] = CachingAllocator,
+    kind: type[measure.CachingAllocator] = measure.CachingAllocator,
     usable: int | None = None,
 ) -> int:
     """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%. Fragmentation,
@@ -239,15 +227,15 @@ def least_usable(
     """
     if usable is not None and low <= usable < high:
         low, high = (low, usable) if _serves(log, usable, kind) else (usable, high)
-    while high - low > max(SEGMENT_GRANULE, _NEAR * low):
+    while high - low > max(measure.SEGMENT_GRANULE, _NEAR * low):
         middle = (low + high) // 2
         low, high = (low, middle) if _serves(log, middle, kind) else (middle, high)
     return high
 
 
-def _serves(log: MemoryLog, nbytes: int, kind: type[CachingAllocator]) -> bool:
+def _serves(log: measure.MemoryLog, nbytes: int, kind: type[measure.CachingAllocator]) -> bool:
     """Whether the allocator serves a log on a card of ``nbytes`` usable bytes."""
-    return replay(log.sizes, log.events, nbytes, (), log.streams, kind).out_of_memory is None
+    return measure.replay(log.sizes, log.events, nbytes, (), log.streams, kind).out_of_memory is None
 
 
 class Fullest(NamedTuple):
@@ -258,10 +246,10 @@ class Fullest(NamedTuple):
     usable_bytes: int
 
 
-def fullest(traces: ClassTraces) -> Fullest:
+def fullest(traces: measure.ClassTraces) -> Fullest:
     """The class of ranks that needs the largest card. If some classes do not fit the cell's own card, the
     result is one of these and needs more than the card has; else it needs at most what the card has."""
-    kind, usable = allocator_of(traces.cell), usable_memory_bytes(traces.cell)
+    kind, usable = measure.allocator_of(traces.cell), measure.usable_memory_bytes(traces.cell)
     oom = [each.status == "oom" for each in traces.by_class]
     candidates = [at for at in range(len(oom)) if oom[at] or not any(oom)]
 
@@ -289,22 +277,22 @@ def examine(cell: Cell) -> Measurement:
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    short = ShortSteps()
-    measurement, traces = measured(cell, short, also_too_large=True)
+    short = measure.ShortSteps()
+    measurement, traces = measure.measured(cell, short, also_too_large=True)
     at, least = fullest(traces)
     ranks, log = traces.classes[at], traces.traces[at].memory
     if traces.of_all is not None:  # the log has fewer micro-batches
-        log = stage_traces(cell, [ranks], events=False, short=short)[0].memory
+        log = measure.stage_traces(cell, [ranks], events=False, short=short)[0].memory
     stage = ranks.stage.index if ranks.stage.count > 1 else None
-    taken_apart = anatomy(log, allocator_of(cell), least, ranks.ranks, stage)
+    taken_apart = anatomy(log, measure.allocator_of(cell), least, ranks.ranks, stage)
     measurement.meters = {**measurement.meters, ANATOMY: asdict(taken_apart)}
     return measurement
 
 
 def trace_stage(cell: Cell, stage: int) -> Measurement:
     """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the cell."""
-    ranks = next(each for each in rank_classes(cell) if each.stage.index == stage)
-    trace_of_class(cell, ranks, events=can_time(cell))
+    ranks = next(each for each in measure.rank_classes(cell) if each.stage.index == stage)
+    measure.trace_of_class(cell, ranks, events=measure.can_time(cell))
     return Measurement()
 
 
@@ -312,11 +300,13 @@ def attempt(cell: Cell) -> Measurement:
     """Search if the cell asks for a search, else :func:`examine` it. If the guessed peak of the first class
     of ranks exceeds the card by 10%, returns the status oom with that peak, and traces no more."""
     if cell.search is not None:
-        return run_cell(cell)
-    usable = usable_memory_bytes(cell)
+        return measure.run_cell(cell)
+    usable = measure.usable_memory_bytes(cell)
     if usable is not None:
         # where no guess can be put together, this is the whole trace, which is kept on disk for `examine`
-        guess = trace_of_class(cell, rank_classes(cell)[0], events=can_time(cell), effort="guess")
+        guess = measure.trace_of_class(
+            cell, measure.rank_classes(cell)[0], events=measure.can_time(cell), effort="guess"
+        )
         peak = guess.memory.peak().nbytes
         if peak > _PLAINLY_TOO_MUCH * usable:
             reason = f"needs about {peak / GIB:.0f} GiB"

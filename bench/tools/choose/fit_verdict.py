@@ -14,19 +14,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column
 from spbench.bench.command_line.shown_times import shown_band
-from spbench.bench.measure import (
-    FITS,
-    NO,
-    Certainty,
-    certainty,
-    exchange_memory_bytes,
-    load_cluster,
-    with_band,
-    written,
-)
 from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.choose.suggestions import Change
 from spbench.bench.units import card_gib
@@ -77,8 +68,8 @@ def card_memory(cell: Cell, measurement: Mapping[str, Any], tensors_bytes: int) 
         measurement: the cell's, on a cluster with a limit; tensors can have ``usable_memory_bytes``.
         tensors_bytes: the least bytes that the allocator must reserve for the rank.
     """
-    context: int | None = load_cluster(cell.cluster).device.memory_context_bytes.value
-    nccl = exchange_memory_bytes(cell)
+    context: int | None = measure.load_cluster(cell.cluster).device.memory_context_bytes.value
+    nccl = measure.exchange_memory_bytes(cell)
     usable: int = measurement["usable_memory_bytes"]
     return CardMemory(usable + (context or 0) + (nccl or 0), tensors_bytes, context, nccl)
 
@@ -144,9 +135,11 @@ class Verdict:
         return str(replace(moment, module=moment.module and in_program_words(moment.module, program)))
 
     @cached_property
-    def certainty(self) -> Certainty:
+    def certainty(self) -> measure.Certainty:
         """Whether the cell fits, and how sure that is."""
-        return (self.fits and certainty(self.cell, self.measurement)) or Certainty(FITS if self.fits else NO)
+        return (self.fits and measure.certainty(self.cell, self.measurement)) or measure.Certainty(
+            measure.FITS if self.fits else measure.NO
+        )
 
     def __str__(self) -> str:
         """The first line of an answer: yes, tight or no, and by how much."""
@@ -188,7 +181,7 @@ class Verdict:
         """A line on the bytes that ranks hold in the memory of their hosts; "" if they hold nothing there."""
         if not (node := self.measurement.get("node_host_memory_bytes")):
             return ""
-        total = load_cluster(self.cell.cluster).host_memory.total_bytes.value
+        total = measure.load_cluster(self.cell.cluster).host_memory.total_bytes.value
         has = "whose memory is unknown" if total is None else f"which has {card_gib(total)} GiB"
         most = card_gib(self.measurement["peak_host_memory_bytes"])
         return f"on the host: {most} GiB per rank, {card_gib(node)} GiB per node, {has}"
@@ -228,13 +221,13 @@ VERDICT_COLUMNS = [
 
 def settings_of(verdict: Verdict) -> str:
     """The change of a verdict in the words of ``--set``; "" if there is no change."""
-    return written(verdict.change.settings) if verdict.change else ""
+    return measure.written(verdict.change.settings) if verdict.change else ""
 
 
 def step_of(verdict: Verdict) -> str:
     """The step time of a verdict with its interval, in words; "not timed" without a step time."""
     row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
-    return shown_band(with_band(row)["measurement"]) or "not timed"
+    return shown_band(measure.with_band(row)["measurement"]) or "not timed"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -12,20 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder, write_whole
-from spbench.bench.measure import (
-    FITS,
-    CachingAllocator,
-    ExpandableSegments,
-    MemoryLog,
-    allocator_of,
-    can_time,
-    keeping_traces,
-    trace_rank,
-    written,
-)
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.anatomy import attempt, examine, trace_stage
 from spbench.bench.tools.choose.asked import Asked
@@ -75,7 +65,7 @@ class Fitting:
         all."""
         return min(
             self.verdicts,
-            key=lambda each: (each.fits, each.certainty.word == FITS, each.memory.spare_bytes),
+            key=lambda each: (each.fits, each.certainty.word == measure.FITS, each.memory.spare_bytes),
         )
 
     @property
@@ -86,7 +76,7 @@ class Fitting:
     @property
     def surely_fits(self) -> bool:
         """Whether every cell can run and fits, and none is tight."""
-        return self.fits and all(each.certainty.word == FITS for each in self.verdicts)
+        return self.fits and all(each.certainty.word == measure.FITS for each in self.verdicts)
 
     def written(self, figure: Path | None, snapshot: Path | None) -> list[Path]:
         """Write a figure and a snapshot of the fullest ranks to the paths, unless None; returns the paths."""
@@ -186,7 +176,9 @@ def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
     parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
     parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
     parts += [f"--given {shlex.quote(f'{name}={value}')}" for name, value in asked.given.items()]
-    return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])
+    return " ".join(
+        ["spbench advise", *parts, *([f"--set {shlex.quote(measure.written(own))}"] if own else [])]
+    )
 
 
 def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
@@ -233,12 +225,14 @@ def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
     Raises:
         UserError: the file cannot be written.
     """
-    with keeping_traces():
-        log = trace_rank(cell, rank, events=can_time(cell)).memory
-    return write_whole(path, pickle.dumps(snapshot(log, allocator_of(cell))))
+    with measure.keeping_traces():
+        log = measure.trace_rank(cell, rank, events=measure.can_time(cell)).memory
+    return write_whole(path, pickle.dumps(snapshot(log, measure.allocator_of(cell))))
 
 
-def snapshot(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> dict[str, Any]:
+def snapshot(
+    log: measure.MemoryLog, kind: type[measure.CachingAllocator] = measure.CachingAllocator
+) -> dict[str, Any]:
     """The snapshot of a log: its events, and its segments at the end, with the blocks of an allocator of
     class ``kind`` on a card without a limit. In place of a stack trace it names a storage's kind, module and
     phase; ``time_us`` is the number of the event."""
@@ -277,7 +271,7 @@ def snapshot(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) ->
     for blocks in allocator.segments():
         stream, small = allocator.pool_of(blocks[0][0])
         pool = {"stream": stream, "segment_type": "small" if small else "large"}
-        pool["is_expandable"] = kind is ExpandableSegments
+        pool["is_expandable"] = kind is measure.ExpandableSegments
         segments.append({**_segment(blocks, storages, log.sizes, frames), **pool})
     return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
 

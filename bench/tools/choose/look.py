@@ -17,26 +17,8 @@ from typing import Literal
 
 import numpy as np
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.measure import (
-    ClassTraces,
-    MemoryLog,
-    NotAlike,
-    RatesUnknown,
-    StepNumbers,
-    add_step_time,
-    bound_of,
-    check_sizes,
-    host_peaks,
-    leading_runs,
-    limit_by_host,
-    stage_layers,
-    steady_counts,
-    trace_classes,
-    usable_memory_bytes,
-    utilization,
-    with_layers,
-)
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.choose.anatomy import fullest
 from spbench.bench.tools.choose.asking import COST, Asking, Task
@@ -62,15 +44,15 @@ ACTIVATIONS = "activations"
 STATES = ("parameters", "gradients", "optimizer_state")
 
 
-def step_of(traces: ClassTraces) -> StepNumbers:
+def step_of(traces: measure.ClassTraces) -> measure.StepNumbers:
     """The times of one step, simulated from the traces of all classes of ranks.
 
     Raises:
         Unsupported: the cluster lacks a rate that the simulation needs.
     """
     try:
-        return StepNumbers.of(traces.simulator()())
-    except RatesUnknown as error:
+        return measure.StepNumbers.of(traces.simulator()())
+    except measure.RatesUnknown as error:
         raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
 
 
@@ -117,7 +99,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     shared = backend_class(cell.training.backend).shares_out or ()
     depths = _DEPTHS_OF_SHARDS if "parameters" in shared else DEPTHS
     # layers of the stage that has fewest, counted as by `stage_layers`
-    layers, leading = min(cell.training.stage_layers or [stage_layers(cell)[0]]), _leading(cell)
+    layers, leading = min(cell.training.stage_layers or [measure.stage_layers(cell)[0]]), _leading(cell)
     # with hardly more layers than both depths together, one trace of all takes no longer and is exact
     if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
         by_depth, more = [_traced(cell, None)], 0.0
@@ -132,7 +114,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         elif depth == "all_layers" and measurement.usable_memory_bytes is not None:
             measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes}
     else:
-        check_sizes(cell)
+        measure.check_sizes(cell)
         by_depth = [_traced(cell, d + leading) for d in depths]
         more = (layers - leading - depths[0]) / (depths[1] - depths[0])
         measurement = _memory([traces[max(traces)] for traces in by_depth], more, cell)
@@ -140,10 +122,10 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     step, *deeper = (_grown({n: step_of(each) for n, each in t.items()}, micro_batches) for t in by_depth)
     step = step.on(deeper[0], more) if deeper else step
     measurement.communication = []
-    add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
+    measure.add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
     measurement.parts = dict(step.parts)
-    measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
-    measurement.mfu = utilization(cell, step.step_time_s)
+    measurement.bound = measure.bound_of({**measurement.breakdown, **measurement.parts})
+    measurement.mfu = measure.utilization(cell, step.step_time_s)
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
 
@@ -152,7 +134,7 @@ def _leading(cell: Cell) -> int:
     """How many layers more the stage with fewest must have, so that the first stage has a layer that repeats
     after its leading ones; 0 if the first stage has that many more itself."""
     stages = cell.training.stage_layers or (0,)
-    return max(0, leading_runs(cell) - (stages[0] - min(stages)))
+    return max(0, measure.leading_runs(cell) - (stages[0] - min(stages)))
 
 
 def _with_one_leading(cell: Cell) -> Cell:
@@ -173,22 +155,22 @@ def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:
     count = cell.training.micro_batches
     if layers is None and cell.sizes.pp == 1 and count <= _EVERY:
         return (count,)
-    first, second = steady_counts(cell)
+    first, second = measure.steady_counts(cell)
     return (first, second) if count > second else (count,)
 
 
-def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
+def _traced(cell: Cell, layers: int | None) -> dict[int, measure.ClassTraces]:
     """Traces by their numbers of micro-batches, of the cell with ``layers`` layers in the stage with fewest;
     None: with all. Traces of fewer micro-batches are cut out of those of more, if these determine them; they
     then have the memory of more."""
     counts = _counts(cell, layers)
-    most = trace_classes(_with(cell, layers, counts[-1]), events=True)
+    most = measure.trace_classes(_with(cell, layers, counts[-1]), events=True)
     if len(counts) == 1:
         return {counts[0]: most}
     try:
         fewer = most.without_one()
-    except NotAlike:
-        fewer = trace_classes(_with(cell, layers, counts[0]), events=True)
+    except measure.NotAlike:
+        fewer = measure.trace_classes(_with(cell, layers, counts[0]), events=True)
     return {counts[0]: fewer, counts[-1]: most}
 
 
@@ -204,11 +186,11 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
     if sizes := training.stage_layers:
         sizes = [n - min(sizes) + layers for n in sizes]
         training = training.model_copy(update={"stage_layers": sizes})
-        return with_layers(other.model_copy(update={"training": training}), sum(sizes))
-    return with_layers(other, layers * stage_layers(cell)[1])
+        return measure.with_layers(other.model_copy(update={"training": training}), sum(sizes))
+    return measure.with_layers(other, layers * measure.stage_layers(cell)[1])
 
 
-def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
+def _grown(steps: Mapping[int, measure.StepNumbers], micro_batches: int) -> measure.StepNumbers:
     """The step with ``micro_batches``, on the line through one or two ``steps``, by their micro-batches."""
     (first, a), *rest = steps.items()
     if not rest:
@@ -217,13 +199,14 @@ def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
     return a.on(b, (micro_batches - first) / (second - first))
 
 
-def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measurement:
+def _memory(by_depth: Sequence[measure.ClassTraces], more: float, cell: Cell) -> Measurement:
     """The largest peak of all rank classes, whether it fits the card, and the bytes that ranks hold on hosts,
     from traces of all layers or of two depths; ``more``: see :func:`deep_peak`."""
-    usable = usable_memory_bytes(cell, by_depth[-1].planned)
+    usable = measure.usable_memory_bytes(cell, by_depth[-1].planned)
     shallow, deeper = by_depth[0].traces, by_depth[-1].traces
     hosts = (
-        (host_peaks(each.host_memory)[-1] for each in pair) for pair in zip(shallow, deeper, strict=True)
+        (measure.host_peaks(each.host_memory)[-1] for each in pair)
+        for pair in zip(shallow, deeper, strict=True)
     )
     by_rank = [
         Measurement(peak_rank=trace.rank, peak_host_memory_bytes=round(low + more * (high - low)))
@@ -236,10 +219,10 @@ def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measure
     measurement = Measurement(
         status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
     )
-    return limit_by_host(measurement, cell, by_rank)
+    return measure.limit_by_host(measurement, cell, by_rank)
 
 
-def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
+def deep_peak(shallow: measure.MemoryLog, deeper: measure.MemoryLog, more: float) -> int:
     """Peak allocated bytes of the step of a stage with more layers.
 
     The overall peak must not be extrapolated, because the phase of the peak changes with the depth. So each
@@ -283,7 +266,7 @@ def _alike(shallow: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
     )
 
 
-def _activation_bytes(log: MemoryLog) -> int:
+def _activation_bytes(log: measure.MemoryLog) -> int:
     """The most bytes during forward and backward that are no states of training; see :data:`ACTIVATIONS`."""
     counted = np.array([category not in STATES for category in log.categories()])
     live = np.cumsum(log.signed_bytes() * counted[np.abs(np.asarray(log.events)) - 1])

@@ -7,17 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure import (
-    can_time,
-    check_known,
-    given_once,
-    load_cluster,
-    names,
-    option_values,
-    written,
-)
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.choose.asked import Asked, OwnLayout, ask_for, changed_cluster, kind_of
 from spbench.bench.tools.choose.subject import subject
@@ -109,13 +101,13 @@ class Question:
             return self
         path = changed_cluster(self.cell.cluster, figures)
         cell = self.cell.model_copy(update={"cluster": path})
-        return replace(self, cell=cell, figures=written(figures))
+        return replace(self, cell=cell, figures=measure.written(figures))
 
     @property
     def cluster(self) -> str:
         """The name of the cluster, with the figures that were changed."""
         name = self.cell.cluster
-        return load_cluster(name).about if self.figures else name
+        return measure.load_cluster(name).about if self.figures else name
 
     @property
     def place(self) -> dict[str, Any]:
@@ -153,7 +145,7 @@ class Question:
         return self._only("strategy")
 
     def _only(self, kind: str) -> list[str]:
-        names_of_kind = names(kind)
+        names_of_kind = measure.names(kind)
         return [each for each in self.only if each.split(PLUS)[0] in names_of_kind]
 
 
@@ -172,12 +164,12 @@ def question(
         UserError: an option is missing or invalid, or excludes every layout.
     """
     for part in (part for name in (*only, *without) for part in name.split(PLUS)):
-        check_known("strategy", [part], [*names("strategy"), *names("backend")])
+        measure.check_known("strategy", [part], [*measure.names("strategy"), *measure.names("backend")])
     for name in asked.settings:
         _check_setting(name)
     dotted = [pair for pair in fixed if "." in pair[0]]
     axes = whole_numbers("--fixed", [pair for pair in fixed if pair not in dotted], _FIXED)
-    options = option_values("--fixed", dotted)
+    options = measure.option_values("--fixed", dotted)
     settings = {**asked.settings, **_of_model(options)}
     kind = kind_of(words)
     if kind == "model":
@@ -205,7 +197,7 @@ def question(
     plain = _of_every_layout(cell)
     if kind == "model" and not program:
         plain = _with_stacked_experts(plain)
-    if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
+    if not measure.can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
         raise UserError(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
             f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
@@ -229,7 +221,7 @@ def _check(asked: Question) -> None:
         return
     of_layouts = (*_BELONGS["strategy"], "training")
     lacking: list[str] = []
-    for backend in names("backend"):
+    for backend in measure.names("backend"):
         flags = program_flags(asked.program, asked.on_replicas(training={"backend": backend}))
         lines = [line for line in flags.missing if not line.startswith(of_layouts)]
         if not lines:
@@ -318,7 +310,7 @@ def whole_numbers(
         UserError: a name is not allowed or is given twice, or a text is no whole number from 1 on.
     """
     numbers: dict[str, int] = {}
-    for name, text in given_once(flag, pairs).items():
+    for name, text in measure.given_once(flag, pairs).items():
         if name not in allowed or not text.isdecimal() or int(text) < 1:
             raise UserError(f"{flag} {name}={text}: give {', '.join(allowed)} as a whole number from 1 on")
         numbers[name] = int(text)

@@ -10,21 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from spbench.bench import measure
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
-from spbench.bench.measure import (
-    ATTENTION,
-    Narrowing,
-    Problem,
-    changed,
-    expand,
-    load_cluster,
-    load_scenario,
-    model_parameters,
-    names,
-    refusal,
-    with_usual_attention,
-)
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.fit_verdict import words as words_of_answers
 from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
@@ -77,7 +65,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     both = {"strategy": asked.strategy, "training.micro_batches": asked.micro_batch}
     said = {*settings, *(name for name, value in both.items() if value)}
     if kind == "scenario":
-        narrowing = Narrowing(
+        narrowing = measure.Narrowing(
             strategies=() if asked.strategy is None else (asked.strategy,),
             clusters=() if asked.cluster is None else (asked.cluster,),
             engines=("virtual",),
@@ -85,7 +73,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
             variant=asked.variant,
             where=asked.where,
         )
-        cells = narrowing.cells(load_scenario(first))
+        cells = narrowing.cells(measure.load_scenario(first))
         said |= {*words_of_answers()["taken"]}  # a scenario's defaults count as given
     elif kind == "model":
         cells, remarks, settings = _of_model(first, asked)
@@ -98,7 +86,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
             said.add("training.micro_batches")
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
-    changed_cells = [changed(cell, settings) if settings else cell for cell in cells]
+    changed_cells = [measure.changed(cell, settings) if settings else cell for cell in cells]
     # cells that differed only in a setting that is changed are equal now: one of them is enough
     distinct = {cell.key: cell for cell in changed_cells}.values()
     checked_cells = [_checked(cell, asked.micro_batch) for cell in distinct]
@@ -108,8 +96,8 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
 def _made(group: Mapping[str, Any]) -> Cell:
     """The one cell that a group of a scenario expands to; raises a UserError for an invalid group."""
     try:
-        (cell,) = expand({}, [dict(group)], {}, "", Path())
-    except Problem as problem:
+        (cell,) = measure.expand({}, [dict(group)], {}, "", Path())
+    except measure.Problem as problem:
         if isinstance(problem.__cause__, UserError):  # the error names its file itself
             raise problem.__cause__ from problem
         raise UserError(f"{group['model']}: {str(problem).removeprefix('groups[0].')}") from problem
@@ -120,17 +108,19 @@ def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     """Raises a UserError if ranks lie along an axis that the strategy does not divide; the error names
     strategies that divide this axis and can run the model."""
     strategy = group["strategy"]
-    if strategy not in names("strategy"):
+    if strategy not in measure.names("strategy"):
         return  # unknown or nested strategies: making the cell raises the error
     for axis in unused_axes(strategy_axes(strategy), sizes):
         usual = [name for name, each in usual_strategies().items() if each.axes[0] == axis]
         every = [
-            each for each in names("strategy") if strategy_axes(each) == [axis] and not requirements(each)
+            each
+            for each in measure.names("strategy")
+            if strategy_axes(each) == [axis] and not requirements(each)
         ]
         able = (
             each
             for each in dict.fromkeys([*usual, *every])
-            if not refusal(
+            if not measure.refusal(
                 _made({**group, "strategy": each, "sizes": {axis: sizes[axis], "dp": sizes["dp"]}})
             )
         )
@@ -172,10 +162,10 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
     }
     _check_axes(group, sizes)
     cell = _made(group)
-    cell = changed(cell, usual_placement(cell, settings))
+    cell = measure.changed(cell, usual_placement(cell, settings))
     remarks = []
-    if ATTENTION not in asked.settings:
-        cell, kernel = with_usual_attention(cell)
+    if measure.ATTENTION not in asked.settings:
+        cell, kernel = measure.with_usual_attention(cell)
         remarks += [kernel] if kernel else []
     return [cell], remarks, settings
 
@@ -189,11 +179,11 @@ def _checked(cell: Cell, micro_batch: int | None) -> Cell:
                 f"--micro-batch {micro_batch}: batch {cell.batch} over {cell.sizes.dp} replicas is no whole "
                 f"number of them; use --batch {cell.sizes.dp * micro_batch * max(1, parts)}"
             )
-        cell = changed(cell, {"training.micro_batches": parts})
+        cell = measure.changed(cell, {"training.micro_batches": parts})
     if cell.search is not None:
         flag = f"--{cell.search.quantity.replace('_', '-')}"
         raise UserError(f"{cell.key} searches for its {cell.search.quantity}: give one, {flag} N")
-    if load_cluster(cell.cluster).usable_memory_bytes is None:
+    if measure.load_cluster(cell.cluster).usable_memory_bytes is None:
         raise UserError(f"cluster {cell.cluster} has no memory limit: name one that has by --cluster")
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
 
@@ -263,7 +253,7 @@ def model_line(cell: Cell, name: str = "") -> str:
         name: the model's name to show; "": the name in the cell.
     """
     model: Any = model_preset(*cell.model_arguments)
-    every, idle = model_parameters(cell), 0.0
+    every, idle = measure.model_parameters(cell), 0.0
     if experts := getattr(model, "experts", 0):
         routed = model.parameters(model.padded_vocabulary(1))["experts"]
         idle = routed * (1 - model.experts_per_token / experts)

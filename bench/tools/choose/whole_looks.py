@@ -11,13 +11,12 @@ from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure import cannot_run, changed, load_cluster, written
+from spbench.bench.measure import ATTENTION, cannot_run, changed, load_cluster, written
 from spbench.bench.tools.choose.candidates import ordered
 from spbench.bench.tools.choose.layouts import folds_anew, other_folds, settings_of, switch_of
 from spbench.bench.tools.choose.look import looks
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import NAMED, TOSS, LookedAt, Seen, ranked, simpler
-from spbench.bench.tools.choose.subject import ATTENTION
 from spbench.bench.tools.choose.suggestions import Change, cells_of, dotted
 from spbench.impls import FOLDED_AXES, backend_class, model_preset
 

@@ -127,8 +127,7 @@ def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
         spec: the section ``launch`` of the program's table: ``program``, a regular expression of the
             program's name; ``first``, the words of which the first argument must be one; ``file``, a regular
             expression of a Python file that a script without `accelerate launch` may start instead;
-            ``processes``, the variables whose values multiplied are the number of processes; ``empty``,
-            variables of files that the script reads, which say nothing but the model's sizes.
+            ``processes``, the variables whose values multiplied are the number of processes.
 
     Raises:
         UserError: the script cannot be read, or has several such commands.
@@ -136,8 +135,7 @@ def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
     script, first = files.script, spec.get("first", "").split()
     if script is None:
         return None
-    environment = {**dict.fromkeys(spec.get("empty", "").split(), ""), **files.environment}
-    launch = launched(script, re.compile(spec["program"]), environment, first)
+    launch = launched(script, re.compile(spec["program"]), files.environment, first)
     if launch is not None and first:
         launch = replace(launch, arguments=launch.arguments[1:])
     elif "file" in spec and "accelerate launch" not in script.text:

@@ -3,8 +3,7 @@
 The section's lines ``keys`` are arguments of Megatron-LM, with underscores, and the keys of the program that
 say their values; under ``sections``, prefixes, the program's own keys have the names of such arguments;
 ``defaults`` are the program's defaults other than Megatron-LM's. ``model`` is the line of the model's name;
-``gpus`` are lines whose values multiplied are the number of GPUs; and where the condition ``at_once`` holds,
-a micro-batch is limited by tokens, and each stage of a pipeline has one micro-batch at once.
+and ``gpus`` are lines whose values multiplied are the number of GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.rules import Said, holds, said_of
+from spbench.bench.tools.jobs.rules import Said, said_of
 from spbench.bench.tools.jobs.step_lines import FUNCTIONS, named_modules
 from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 
@@ -54,11 +53,6 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
     own.took("how many GPUs there are", *(name for each in said_gpus for name in each.names))
     in_files = math.prod(counts) if counts and len(counts) == len(said_gpus) else account.facts.get("gpus")
     gpus = files.gpus or in_files
-    if holds(own, content.get("at_once", "")) and "at_once" in content:
-        ranks = math.prod(int(known.get(f"{axis}_parallel_size") or 1) for axis in _AXES)
-        known["global_batch_size"] = (
-            (gpus or ranks) // ranks * int(known["micro_batch_size"]) * _stages(known)
-        )
     if known.get("seq_length") is None:
         problems.append("how long sequences are is not said; --given seq_length=N")
     known.setdefault("max_position_embeddings", known.get("seq_length"))
@@ -74,13 +68,6 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
     own.table = replace(table, content={**table.content, "trains": "megatron"})
     own.problems[:0] = problems
     return job_of_both(kind, files, gpus, values, megatron, own, named)
-
-
-_AXES = ("tensor_model", "pipeline_model", "context")
-
-
-def _stages(known: Mapping[str, Any]) -> int:
-    return int(known.get("pipeline_model_parallel_size") or 1)
 
 
 def _is_of_megatron(name: str) -> bool:

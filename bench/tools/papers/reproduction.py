@@ -9,24 +9,11 @@ from pathlib import Path
 
 from pandas import DataFrame, concat
 
+from spbench.bench import measure
 from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import SweepProgress, message
 from spbench.bench.errors import UserError
-from spbench.bench.measure import (
-    ALL,
-    Crew,
-    Executor,
-    Narrowing,
-    RanScenario,
-    Scenario,
-    check_same_code,
-    digests_of_a_run,
-    is_final,
-    read_rows,
-    run_cells,
-    unknown_share,
-)
 from spbench.bench.measurement import filled
 from spbench.bench.row import finite
 from spbench.bench.tools.papers.answer import set_beside
@@ -76,8 +63,8 @@ class Reproduction:
     jobs: int | None = None
     fresh: bool = False
     write: bool = False
-    crew: Crew | None = None
-    executor: Executor | None = None
+    crew: measure.Crew | None = None
+    executor: measure.Executor | None = None
 
     @property
     def asked(self) -> tuple[str, str]:
@@ -97,11 +84,11 @@ class Reproduction:
 
     def run(
         self,
-        scenario: Scenario,
-        narrowing: Narrowing | None = None,
+        scenario: measure.Scenario,
+        narrowing: measure.Narrowing | None = None,
         below: str = "",
         watch: SweepProgress | None = None,
-    ) -> RanScenario:
+    ) -> measure.RanScenario:
         """Run a scenario's cells; the rows are kept with those of `spbench run`, or below another output.
 
         Args:
@@ -110,18 +97,20 @@ class Reproduction:
         """
         places = self.jobs, self.fresh, self.crew, self.executor
         folder = self._runs / below / scenario.name
-        return run_cells(scenario, narrowing or Narrowing(), folder, progress, *places, watch=watch)
+        return measure.run_cells(
+            scenario, narrowing or measure.Narrowing(), folder, progress, *places, watch=watch
+        )
 
     @property
     def _runs(self) -> Path:
         return (Path("results") if self.output in (FOLDER, UNFOLLOWED) else self.output) / "runs"
 
-    def left(self, scenario: Scenario, narrowing: Narrowing) -> int:
+    def left(self, scenario: measure.Scenario, narrowing: measure.Narrowing) -> int:
         """The number of a scenario's cells that still must run."""
-        rows = [] if self.fresh else read_rows(self._runs / scenario.name)[0]
-        kept, digest_of = {row.key: row for row in rows}, digests_of_a_run()
+        rows = [] if self.fresh else measure.read_rows(self._runs / scenario.name)[0]
+        kept, digest_of = {row.key: row for row in rows}, measure.digests_of_a_run()
         cells = narrowing.cells(scenario)
-        return sum(not is_final(cell, kept.get(cell.key), digest_of) for cell in cells)
+        return sum(not measure.is_final(cell, kept.get(cell.key), digest_of) for cell in cells)
 
     def earlier(self, file: str) -> Path:
         """The path of a file of an earlier reproduction: in the output, or else, for :data:`UNFOLLOWED`, the
@@ -130,17 +119,17 @@ class Reproduction:
         return FOLDER / file if self.output == UNFOLLOWED and not path.exists() else path
 
 
-def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Scenario]) -> Output:
+def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[measure.Scenario]) -> Output:
     """Run the cells of a paper's scenarios, or of the one that is asked for, and write PAPER.csv,
     PAPER_runs.csv and figures; with ``write`` also the documents.
 
     Raises:
         UserError: a file cannot be written, or :func:`check_same_code` refuses the results.
     """
-    narrowing = Narrowing(variant=ALL if request.all_variants else None)
+    narrowing = measure.Narrowing(variant=measure.ALL if request.all_variants else None)
     one = request.asked[1]
     asked = [one_of(paper, scenarios, one)] if one else scenarios
-    all_ran: dict[str, RanScenario] = {}
+    all_ran: dict[str, measure.RanScenario] = {}
     files: list[Path] = []
     of_scenarios: list[DataFrame] = []
     failed = False
@@ -148,7 +137,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
         for scenario in asked:
             all_ran[scenario.name] = request.run(scenario, narrowing, watch=watch)
             if request.write:
-                check_same_code({name: each.rows for name, each in all_ran.items()})
+                measure.check_same_code({name: each.rows for name, each in all_ran.items()})
     for scenario in asked:
         ran = all_ran[scenario.name]
         comparisons, _ = set_beside(scenario, ran)
@@ -184,7 +173,9 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 
-def records_of(scenario: Scenario, ran: RanScenario, comparisons: Sequence[Comparison]) -> DataFrame:
+def records_of(
+    scenario: measure.Scenario, ran: measure.RanScenario, comparisons: Sequence[Comparison]
+) -> DataFrame:
     """The lines of PAPER.csv from a scenario's run. A claim counts as a table of one number with the claim's
     name."""
     records = []
@@ -193,7 +184,7 @@ def records_of(scenario: Scenario, ran: RanScenario, comparisons: Sequence[Compa
         measurement = {} if row is None else row["measurement"]
         if is_time(entry.quantity):
             texts = {name: measurement.get(name, "") for name in OF_TIMES}
-            share = unknown_share(measurement)
+            share = measure.unknown_share(measurement)
             texts[UNKNOWN] = f"{share:.3g}" if share else ""
         if entry.status_published and (part := filled(measurement)):
             texts[FILLED] = f"{part:.6g}"
@@ -208,16 +199,16 @@ def _in_order(scenarios: Sequence[str], mine: DataFrame, others: DataFrame) -> D
     return lines.sort_values("scenario", key=lambda of: of.map(scenarios.index), kind="stable")
 
 
-def _out_of_date(scenarios: Sequence[Scenario], records: DataFrame) -> Iterator[str]:
+def _out_of_date(scenarios: Sequence[measure.Scenario], records: DataFrame) -> Iterator[str]:
     """The names of scenarios whose records have a cell that the scenario no longer has."""
     for scenario in scenarios:
-        cells = {cell.key for cell in Narrowing(variant=ALL).declared(scenario)}
+        cells = {cell.key for cell in measure.Narrowing(variant=measure.ALL).declared(scenario)}
         mine = records.loc[records["scenario"] == scenario.name, "cell"].str.split(" / ").explode()
         if not mine.isin([*cells, ""]).all():
             yield scenario.name
 
 
-def run_record(scenario: str, ran: RanScenario) -> dict[str, str]:
+def run_record(scenario: str, ran: measure.RanScenario) -> dict[str, str]:
     """A line of PAPER_runs.csv, as texts."""
     counts = Counter(row["status"] for row in ran.rows)
     counts["failed"] = counts.total() - sum(counts[status] for status in _STATUSES[:-1])
@@ -229,7 +220,11 @@ def run_record(scenario: str, ran: RanScenario) -> dict[str, str]:
 
 
 def _report(
-    paper: Paper, scenarios: Sequence[Scenario], findings: PaperFindings, files: Sequence[Path], code: int
+    paper: Paper,
+    scenarios: Sequence[measure.Scenario],
+    findings: PaperFindings,
+    files: Sequence[Path],
+    code: int,
 ) -> Output:
     details = [
         Table(f"{scenario.name}: {title}", lines, below=("note",))

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
-from spbench.bench.measure import (
-    AttentionRate,
-    Cluster,
-    Link,
-    Precision,
-    RatedCollective,
-    Sourced,
-    table_in_words,
-)
+from spbench.bench import measure
 from spbench.bench.units import shown_time
 
 #: the beginning of the text for a rate that the cluster's file does not have
@@ -41,13 +33,13 @@ class KindOfWork(NamedTuple):
         return not self.figure.startswith(GAP)
 
 
-def kinds_of_work(cluster: Cluster) -> list[KindOfWork]:
+def kinds_of_work(cluster: measure.Cluster) -> list[KindOfWork]:
     """All kinds of work with their rates in the cluster's file, also kinds without a rate there."""
     of_device = *_matmuls(cluster), *_attention(cluster), *_kernels(cluster)
     return [*of_device, *_host(cluster), *_host_memory(cluster), *_links(cluster)]
 
 
-def without_own_rates(cluster: Cluster) -> list[str]:
+def without_own_rates(cluster: measure.Cluster) -> list[str]:
     """The kinds of work, a word or two each, for which a cluster has no rate of its own, so that simulated
     times use the datasheet or another cluster's rates."""
     device, host, node = cluster.device, cluster.host, cluster.node_link
@@ -69,7 +61,7 @@ def without_own_rates(cluster: Cluster) -> list[str]:
     ]
 
 
-def _lacks(link: Link) -> bool:
+def _lacks(link: measure.Link) -> bool:
     if link.table.value is not None:
         return bool(link.table.substitute)
     rates = [
@@ -80,7 +72,11 @@ def _lacks(link: Link) -> bool:
 
 
 def _of(
-    work: str, figure: Sourced[Any], text: str | Callable[[float], str], without: str, per: float = 1e9
+    work: str,
+    figure: measure.Sourced[Any],
+    text: str | Callable[[float], str],
+    without: str,
+    per: float = 1e9,
 ) -> KindOfWork:
     """The kind of work of one rate: ``text`` formats its value (``{gb}``: the value divided by ``per``), and
     ``without`` says what a simulation assumes if there is no value."""
@@ -90,24 +86,26 @@ def _of(
     return KindOfWork(work, words + _substitute(figure), _source(figure))
 
 
-def _substitute(figure: Sourced[Any]) -> str:
+def _substitute(figure: measure.Sourced[Any]) -> str:
     """The text that names the card or cluster whose value is used instead; "" for a value of its own."""
     return f" ({STANDS_IN}: {figure.substitute})" if figure.substitute else ""
 
 
-def _source(figure: Sourced[Any]) -> str:
+def _source(figure: measure.Sourced[Any]) -> str:
     return ": ".join(filter(None, (figure.source, figure.note)))
 
 
-def _table(work: str, table: Sourced[str], words: str) -> Iterator[KindOfWork]:
+def _table(work: str, table: measure.Sourced[str], words: str) -> Iterator[KindOfWork]:
     """The kind of work of a table of measured calls; none if the cluster has no table."""
     if table.value is not None:
-        yield KindOfWork(work, f"{table_in_words(table.value)}{words}{_substitute(table)}", _source(table))
+        yield KindOfWork(
+            work, f"{measure.table_in_words(table.value)}{words}{_substitute(table)}", _source(table)
+        )
 
 
-def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
+def _matmuls(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     device = cluster.device
-    for precision in get_args(Precision):
+    for precision in get_args(measure.Precision):
         peak, own = device.peak_flops_per_s.get(precision), (device.matmul or {}).get(precision)
         if peak is None or peak.value is None:
             continue
@@ -136,7 +134,7 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
         yield _of(f"grouped matmuls, {precision}", rate.share, words, "they count as other matmuls")
 
 
-def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
+def _attention(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     device, rates = cluster.device, cluster.device.attention
     for kernel, of_kernel in rates.kernels.items() if rates is not None else ():
         default = ", the default" if rates is not None and kernel == rates.default else ""
@@ -150,12 +148,12 @@ def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
     yield _of(work, device.attention_efficiency, "{:.3g} of the peak", "it counts as matmuls")
 
 
-def _kept(part: Sourced[Any]) -> str:
+def _kept(part: measure.Sourced[Any]) -> str:
     """The share of a single call's rate that remains through a whole step, as text; "" if not known."""
     return "" if part.value is None else f"; {part.value:.3g} of it through a step"
 
 
-def _attention_words(rate: AttentionRate) -> str:
+def _attention_words(rate: measure.AttentionRate) -> str:
     """The rate as text, such as "195 TFLOP/s / (1 + 530 / length), head 128, causal"."""
     curve = f" / (1 + {rate.half_length.value:g} / length)" if rate.half_length.value else ""
     limit = (rate.limit_flops_per_s.value or 0.0) / 1e12
@@ -164,7 +162,7 @@ def _attention_words(rate: AttentionRate) -> str:
     return ", ".join(filter(None, words))
 
 
-def _kernels(cluster: Cluster) -> Iterator[KindOfWork]:
+def _kernels(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     device = cluster.device
     bandwidth = (device.memory_bandwidth_bytes_per_s.value or 0.0) / 1e9
     memory = f"{{:.3g}} of {bandwidth:.4g} GB/s"
@@ -192,7 +190,7 @@ _HOST = {
 }
 
 
-def _host(cluster: Cluster) -> Iterator[KindOfWork]:
+def _host(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     """The times of a host's work, the number of kernels launched ahead, and the scale of these times."""
     host = cluster.host
     if host is None:
@@ -204,7 +202,7 @@ def _host(cluster: Cluster) -> Iterator[KindOfWork]:
     yield _of("host, scale of its times", host.scale, "{:.3g}", "1")
 
 
-def _host_memory(cluster: Cluster) -> Iterator[KindOfWork]:
+def _host_memory(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     memory = cluster.host_memory
     shared = f", of a link of {memory.devices_per_link} devices" if memory.devices_per_link > 1 else ""
     rate, link = f"{{gb:.4g}} GB/s a device{shared}", memory.link_bandwidth_bytes_per_s
@@ -217,7 +215,7 @@ def _host_memory(cluster: Cluster) -> Iterator[KindOfWork]:
     yield _of("memory of the host", memory.total_bytes, "{gb:.4g} GiB a node", "it has no limit", 2**30)
 
 
-def _links(cluster: Cluster) -> Iterator[KindOfWork]:
+def _links(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     links = {"intra-node": cluster.node_link if cluster.devices_per_node > 1 else None}
     for where, link in {**links, "inter-node": cluster.network}.items():
         if link is None:
@@ -231,7 +229,7 @@ def _links(cluster: Cluster) -> Iterator[KindOfWork]:
         yield from _collectives(cluster, link, where)
 
 
-def _collectives(cluster: Cluster, link: Link, where: str) -> Iterator[KindOfWork]:
+def _collectives(cluster: measure.Cluster, link: measure.Link, where: str) -> Iterator[KindOfWork]:
     """The collectives that have rates of their own, then "other collectives"."""
     without = "by latency and bandwidth of a send's hops"
     if cluster.collective_model == "nccl":
@@ -242,7 +240,7 @@ def _collectives(cluster: Cluster, link: Link, where: str) -> Iterator[KindOfWor
         yield from _table(
             f"collectives, {where}", link.table, "; in place of the figures below" if rated else ""
         )
-    for kind in get_args(RatedCollective):
+    for kind in get_args(measure.RatedCollective):
         work = f"{'other collectives' if kind == 'any' else kind}, {where}"
         for rate in rated.get(kind, ()):
             ranks = "" if rate.ranks is None else f", {rate.ranks} ranks"
