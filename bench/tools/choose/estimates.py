@@ -16,21 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from spbench import impls
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure import Costs, GroupLinks, load_cluster, model_parameters, planned_strategy
 from spbench.bench.tools.choose.layouts import ORDER, Fold, Layout, Way, groups_of, of_one_axis
 from spbench.bench.tools.choose.references import BackendFigures, Depths, Reference, at_depth
-from spbench.impls import (
-    PRECISIONS,
-    Model,
-    Site,
-    folded_sizes,
-    folds,
-    given_folds,
-    model_preset,
-    planned_sums,
-    ranks_along,
-)
 
 #: shares of computation that hide a backend's messages: one micro-batch hides the messages of once a step,
 #: each micro-batch those of its own. None are hidden if rows go to experts of other ranks, because the rows
@@ -99,8 +89,8 @@ class CollectivePrices:
         asked = (axes, *sizes.items())
         if asked not in self._meshes:
             mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
-            if axes and folds(axes):
-                mesh = of_one_axis(mesh) | folded_sizes(mesh | given_folds(sizes))
+            if axes and impls.folds(axes):
+                mesh = of_one_axis(mesh) | impls.folded_sizes(mesh | impls.given_folds(sizes))
             around = tuple(axis for axis in axes if mesh[axis] > 1)
             self._meshes[asked] = mesh, (around, tuple(mesh.values()))
         mesh, place = self._meshes[asked]
@@ -142,12 +132,12 @@ class Estimates:
     ):
         self.cell, self.gpus = cell, gpus
         self.references, self.backends = references, backends
-        model = model_preset(*cell.model_arguments)
+        model = impls.model_preset(*cell.model_arguments)
         self.layers: int = getattr(model, "layers", 1)
         #: periods of layers in the model; what is said of "a layer" is of one period
         self.periods = self.layers / model.period
         #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
-        self._shallow: dict[int, tuple[Cell, Model, dict[int, list[Site]]]] = {}
+        self._shallow: dict[int, tuple[Cell, impls.Model, dict[int, list[impls.Site]]]] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
         self._dispatched: dict[tuple[Fold, int, int, int, float], float] = {}
         #: seconds of one call of a collective, and of a byte that a kernel moves
@@ -163,11 +153,11 @@ class Estimates:
         sent, elements, experts, rows = [], [], [], []
         settings = {"strategy": way.strategy, "strategy_options": dict(options), "sizes": Sizes(**way.axes)}
         strategy = planned_strategy(self.cell.model_copy(update=settings))
-        parts, precision = strategy.vocabulary_parts, PRECISIONS[self.cell.precision]
+        parts, precision = strategy.vocabulary_parts, impls.PRECISIONS[self.cell.precision]
         for layers in (1, 2):
             if layers not in self._shallow:
                 cell = at_depth(self.cell, layers)
-                self._shallow[layers] = cell, model_preset(*cell.model_arguments), {}
+                self._shallow[layers] = cell, impls.model_preset(*cell.model_arguments), {}
             few, model, sites_of = self._shallow[layers]
             if parts not in sites_of:
                 sites_of[parts] = [*model.sites(1, few.shape[1], parts)]
@@ -182,8 +172,8 @@ class Estimates:
                     if each.phase in ("forward", "backward")
                 )
             )
-            sums = planned_sums(sites, strategy, 1)
-            of_mesh = [each for each in sums if not folds(each.axes)]
+            sums = impls.planned_sums(sites, strategy, 1)
+            of_mesh = [each for each in sums if not impls.folds(each.axes)]
             weights = (s.count * s.dims.get("experts", 0) for s in sites if s.kind == "parameters")
             experts.append(float(sum(weights)))
             elements.append(float(sum(each.elements for each in sums)) - experts[-1])
@@ -232,7 +222,7 @@ class Estimates:
     def _experts_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """[layouts, 2]: seconds of a layer and of the rest, in which a micro-batch's rows go to experts, and
         kernels move the experts' weights."""
-        itemsize, b = PRECISIONS[self.cell.precision].parameters.itemsize, layouts[0].micro_batch
+        itemsize, b = impls.PRECISIONS[self.cell.precision].parameters.itemsize, layouts[0].micro_batch
         moved_s = _MOVED * itemsize * self._s_of_byte
         both = [
             (b * way.dispatched.layer, moved_s * way.experts.layer),
@@ -267,7 +257,7 @@ class Estimates:
     def _host_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """[layouts, backends]: seconds in which hosts update their part of the parameters and copy it over
         the link to the card; all ranks of a node update at once."""
-        sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
+        sharing = layouts[0].dp * impls.ranks_along(way.alike, layouts[0].sizes)
         elements = self._elements(layouts[0], way) / sharing
         held = [self._expert_elements(each, way) for each in layouts]
         own = np.array([elements + experts / replicas for experts, replicas in held])
@@ -314,7 +304,7 @@ class Estimates:
 
     def states(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """Bytes of states of training on a rank, [layouts, backends]."""
-        sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
+        sharing = layouts[0].dp * impls.ranks_along(way.alike, layouts[0].sizes)
         held_bytes = [(each.whole_bytes, each.shared_bytes) for each in self.backends.values()]
         whole, shared = np.array(held_bytes, dtype=float).T
         held = np.array([self._expert_elements(each, way) for each in layouts], dtype=float)[..., None]

@@ -11,21 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spbench import impls
 from spbench.bench.cell import Sizes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.tools.choose.question import Question
-from spbench.impls import (
-    EXPERT_AXES,
-    FOLDED_AXES,
-    PLUS,
-    Nesting,
-    all_backends,
-    all_strategies,
-    folds,
-    nesting,
-    ranks_along,
-    spelled,
-)
 
 #: the order of the mesh: tensor parallel ranks next to each other, since they send most
 ORDER = ("dp", "pp", "cp", "sp", "tp")
@@ -36,7 +25,7 @@ _MANY_POSITIONS = 16384
 #: how often the size of a micro-batch is doubled at the most
 _DOUBLINGS = 4
 #: names that ``--fixed`` accepts besides the axes of a mesh
-_OTHERS = ("micro_batch", *FOLDED_AXES)
+_OTHERS = ("micro_batch", *impls.FOLDED_AXES)
 #: how many runs of layers (virtual stages) a rank of a pipeline may hold
 _VIRTUAL_STAGES = (1, 2)
 
@@ -61,7 +50,7 @@ class Way:
         return math.prod(self.axes.values())
 
     def __str__(self) -> str:
-        return f"{self.strategy} {spelled(self.axes)}"
+        return f"{self.strategy} {impls.spelled(self.axes)}"
 
 
 class Fold(NamedTuple):
@@ -117,7 +106,7 @@ def switch_of(option: str) -> str:
 def things_to_set(strategy: str, model: Iterable[str], training: Mapping[str, Any]) -> int:
     """The number of strategies plus memory switches of a layout. ``model``: names of set options of the
     model; in ``training`` only states on the host count as a switch."""
-    strategies = 0 if strategy == "single" else len(strategy.split(PLUS))
+    strategies = 0 if strategy == "single" else len(strategy.split(impls.PLUS))
     return strategies + len({*map(switch_of, model)}) + ("host" in training.values())
 
 
@@ -130,17 +119,19 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def searched_strategies(question: Question) -> list[Nesting]:
+def searched_strategies(question: Question) -> list[impls.Nesting]:
     """The strategies that a question allows, single and nested, without peers, which are the same strategies
     in other packages. If the question names a program: only those that the program has."""
-    own = [name for name, cls in all_strategies().items() if cls.searched and settings_of(question, name)]
+    own = [
+        name for name, cls in impls.all_strategies().items() if cls.searched and settings_of(question, name)
+    ]
     searched = []
     for depth in range(1, _DEEPEST + 1):
         for parts in itertools.permutations(own, depth):
-            if not question.allows(PLUS.join(parts)):
+            if not question.allows(impls.PLUS.join(parts)):
                 continue
             try:
-                nested = nesting(PLUS.join(parts))
+                nested = impls.nesting(impls.PLUS.join(parts))
             except ValueError:
                 continue
             if settings_of(question, nested.name):
@@ -179,7 +170,7 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
     """
     batch, length = question.cell.shape
     around, fixed = question.gpus // way.ranks, question.fixed
-    given = spelled({axis: fixed.get(axis, 1) for axis in FOLDED_AXES}).strip("1·")
+    given = impls.spelled({axis: fixed.get(axis, 1) for axis in impls.FOLDED_AXES}).strip("1·")
     forward_only = question.cell.training.step == "inference"
     for pp in [1] if forward_only else divisors(around):
         dp = around // pp
@@ -261,7 +252,7 @@ def _micro_batches(question: Question, way: Way, samples: int, length: int) -> I
 def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[str, Any]]:
     """The options of a strategy that a search tries: first the most promising of each nested class, then with
     one class's other options. ``heeded``: the argument of :meth:`Options.searched`."""
-    kinds = dict.fromkeys(cls.options_type for cls in nesting(strategy).classes)
+    kinds = dict.fromkeys(cls.options_type for cls in impls.nesting(strategy).classes)
     searched = [[*kind.searched(heeded)] for kind in kinds]
     first = {name: value for kind in searched for name, value in kind[0].items()}
     others = [{**first, **settings} for kind in searched for settings in kind[1:]]
@@ -273,7 +264,7 @@ def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
     settings = strategy_settings(strategy, question.heeded)
     if not question.program:
         return settings
-    sizes = Sizes(dp=2, **dict.fromkeys(nesting(strategy).axes, 2))
+    sizes = Sizes(dp=2, **dict.fromkeys(impls.nesting(strategy).axes, 2))
     cells = [question.on_replicas(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
     return [each for each, cell in zip(settings, cells, strict=True) if question.runs(cell, "strategy")]
 
@@ -285,7 +276,7 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
     Raises:
         UserError: no searched backend has a fixed option, or none has it with the fixed value.
     """
-    searched = {name: cls for name, cls in sorted(all_backends().items()) if cls.searched}
+    searched = {name: cls for name, cls in sorted(impls.all_backends().items()) if cls.searched}
     defaults = {name: asdict(cls.options_type()) for name, cls in searched.items()}
     of_any = {name: value for each in defaults.values() for name, value in each.items()}
     settings = [
@@ -318,14 +309,14 @@ def of_one_axis(mesh: Mapping[str, int]) -> dict[str, int]:
 
 def groups_of(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
     """The ranks of every group along these axes, [groups, ranks]; those of folded axes are in one stage."""
-    if folds(axes):
-        ranks = np.arange(ranks_along(ORDER, mesh)).reshape([mesh[axis] for axis in ORDER])
+    if impls.folds(axes):
+        ranks = np.arange(impls.ranks_along(ORDER, mesh)).reshape([mesh[axis] for axis in ORDER])
         ranks = np.moveaxis(ranks, ORDER.index("pp"), 0).reshape(
-            mesh["pp"], *(mesh[axis] for axis in EXPERT_AXES)
+            mesh["pp"], *(mesh[axis] for axis in impls.EXPERT_AXES)
         )
-        order = ["pp", *EXPERT_AXES]
+        order = ["pp", *impls.EXPERT_AXES]
     else:
         order = [*ORDER]
-        ranks = np.arange(ranks_along(order, mesh)).reshape([mesh[axis] for axis in order])
+        ranks = np.arange(impls.ranks_along(order, mesh)).reshape([mesh[axis] for axis in order])
     last = [order.index(axis) for axis in axes]
     return np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))

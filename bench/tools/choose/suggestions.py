@@ -10,25 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
+from spbench import impls
 from spbench.bench.cell import Cell, TrainingOptions, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.measure import changed, is_uneven_text, load_cluster, plan
-from spbench.impls import (
-    Backend,
-    Model,
-    Options,
-    Saving,
-    Strategy,
-    Unsupported,
-    all_backends,
-    all_dispatchers,
-    all_strategies,
-    backend_class,
-    model_preset,
-    nesting,
-    set_options,
-    stage_ranks,
-)
 
 #: shares of the optimizer's states on the host, if a backend has the option
 _FRACTIONS = (0.25, 0.5, 0.75)
@@ -93,27 +78,27 @@ def savings_of(cell: Cell) -> list[Change]:
     """The changes that the options of a cell's model, strategy and backend declare, and other backends."""
     training = cell.training
 
-    def changes(section: str, savings: Iterable[Saving]) -> list[Change]:
+    def changes(section: str, savings: Iterable[impls.Saving]) -> list[Change]:
         return [Change(dotted(section, each.options), each.words) for each in savings]
 
-    model = model_preset(*cell.model_arguments)
+    model = impls.model_preset(*cell.model_arguments)
     declared = changes("model_options", model.savings(cell.sizes.pp * training.virtual_stages))
-    nested = nesting(cell.strategy)
-    chosen = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
+    nested = impls.nesting(cell.strategy)
+    chosen = impls.set_options(nested.options_type(), cell.strategy_options, cell.strategy)
     for kind in dict.fromkeys(cls.options_type for cls in nested.classes):
-        own: Options = kind(**{each.name: getattr(chosen, each.name) for each in fields(kind)})
+        own: impls.Options = kind(**{each.name: getattr(chosen, each.name) for each in fields(kind)})
         declared += changes("strategy_options", own.savings())
-    here = backend_class(training.backend)
-    options = set_options(here.options_type(), training.backend_options, training.backend)
+    here = impls.backend_class(training.backend)
+    options = impls.set_options(here.options_type(), training.backend_options, training.backend)
     return [*declared, *changes("training", options.savings()), *_of_backends(here, training)]
 
 
-def _of_backends(here: type[Backend], training: TrainingOptions) -> Iterator[Change]:
+def _of_backends(here: type[impls.Backend], training: TrainingOptions) -> Iterator[Change]:
     """Changes to backends that share out more states than ``here``, the least first; none if the training
     sets options of its backend."""
     if here.shares_out is None or training.backend_options:
         return
-    for name, other in sorted(all_backends().items(), key=lambda item: len(item[1].shares_out or ())):
+    for name, other in sorted(impls.all_backends().items(), key=lambda item: len(item[1].shares_out or ())):
         if other.shares_out is not None and here.shares_out < other.shares_out:
             shared = ", ".join(sorted(other.shares_out)).replace("_", " ")
             yield Change({"training.backend": name}, f"shares out among replicas: {shared}")
@@ -155,7 +140,7 @@ def usual_placement(cell: Cell, settings: Mapping[str, Any]) -> dict[str, str]:
     name = "strategy_options.placement"
     if cell.strategy != "single" and name not in settings:
         # the trace says why a cell cannot run
-        with suppress(Unsupported, ValueError):
+        with suppress(impls.Unsupported, ValueError):
             if is_uneven_text(cell):
                 plan(changed(cell, {name: "zigzag"}))
                 return {name: "zigzag"}
@@ -164,7 +149,7 @@ def usual_placement(cell: Cell, settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _of_experts(cell: Cell) -> Iterator[Change]:
     """Changes for routed experts: recompute only their activation function; twice the ranks along ep."""
-    model, sizes = model_preset(*cell.model_arguments), cell.sizes.by_axis
+    model, sizes = impls.model_preset(*cell.model_arguments), cell.sizes.by_axis
     experts = getattr(model, "experts", 0)
     if not experts:
         return
@@ -172,7 +157,7 @@ def _of_experts(cell: Cell) -> Iterator[Change]:
         again = {"model_options.recompute": "selective", "model_options.recompute_modules": ["moe_act"]}
         yield Change(again, "backward runs the activation of experts again")
     ep = 2 * sizes.get("ep", 1)
-    if experts % ep == 0 and stage_ranks(sizes) % (ep * sizes.get("etp", 1)) == 0:
+    if experts % ep == 0 and impls.stage_ranks(sizes) % (ep * sizes.get("etp", 1)) == 0:
         yield Change({"sizes.ep": ep}, f"{experts // ep} of {experts} routed experts on a rank")
 
 
@@ -187,9 +172,11 @@ def part_on_host(cell: Cell) -> Iterator[Change]:
         yield Change(dotted("training", on_host), words)
 
 
-def usual_strategies() -> dict[str, type[Strategy]]:
+def usual_strategies() -> dict[str, type[impls.Strategy]]:
     """The strategies marked as usual that divide one axis, by name."""
-    return {name: cls for name, cls in sorted(all_strategies().items()) if cls.usual and len(cls.axes) == 1}
+    return {
+        name: cls for name, cls in sorted(impls.all_strategies().items()) if cls.usual and len(cls.axes) == 1
+    }
 
 
 def _of_sizes(cell: Cell) -> Iterator[Change]:
@@ -235,8 +222,8 @@ def _of_job(cell: Cell) -> Iterator[Change]:
     parts = cell.sizes.dp * cell.training.micro_batches
     if batch % (2 * parts) == 0:
         yield Change({"batch": batch // 2}, "half the batch: another job", other_job=True)
-    model: Any = model_preset(*cell.model_arguments)
-    experts = getattr(model, "experts", 0) and all_dispatchers()[model.dispatcher].heeds_capacity
+    model: Any = impls.model_preset(*cell.model_arguments)
+    experts = getattr(model, "experts", 0) and impls.all_dispatchers()[model.dispatcher].heeds_capacity
     if experts and model.capacity is None:
         words = "an expert takes its even share of tokens, the rest are dropped: another job"
         yield Change({"model_options.capacity": 1.0}, words, other_job=True)
@@ -260,7 +247,7 @@ def switches(cell: Cell) -> list[Change]:
     declared = [each for each in savings_of(cell) if not apart & {*each.settings}]
     # _by_module has recomputation for each module
     declared = [each for each in declared if each.settings != {RECOMPUTE: "selective"}]
-    model = model_preset(*cell.model_arguments)
+    model = impls.model_preset(*cell.model_arguments)
     return [*declared, *_by_module(model), *part_on_host(cell)]
 
 
@@ -269,11 +256,11 @@ def share_of_layers(cell: Cell, change: Change) -> float | None:
     if change.settings.get(_METHOD) != "block":
         return None
     stages = cell.sizes.pp * cell.training.virtual_stages
-    layers = getattr(model_preset(*cell.model_arguments), "layers", 0) // stages
+    layers = getattr(impls.model_preset(*cell.model_arguments), "layers", 0) // stages
     return change.settings[_LAYERS] / layers if layers else None
 
 
-def _by_module(model: Model) -> Iterator[Change]:
+def _by_module(model: impls.Model) -> Iterator[Change]:
     """Changes that recompute one more module of the layers; none if whole layers are recomputed."""
     if getattr(model, "recompute", "full") not in ("none", "selective"):
         return

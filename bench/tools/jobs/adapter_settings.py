@@ -7,20 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from spbench import impls
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.rules import Said
-from spbench.impls import (
-    ALL,
-    LATENT,
-    MLP_CLOSING,
-    OPENING,
-    PROJECTIONS,
-    QKV,
-    AdapterOptions,
-    Model,
-    model_from_config,
-)
 
 #: fields of a config.json that say how many experts a layer has
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -28,7 +18,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
 #: the words by which programs name all linear layers of a model
 _EVERY = ("all", "all-linear")
-_OF_MLP = (*OPENING, MLP_CLOSING)
+_OF_MLP = (*impls.OPENING, impls.MLP_CLOSING)
 #: prefixes of the paths of a layer's modules, in models of text and in models of text and images
 _LAYERS = ("model.layers.0.", "model.language_model.layers.0.", "language_model.model.layers.0.")
 _EXPERTS = re.compile(r"experts\b(?!.*shared)")
@@ -82,12 +72,12 @@ def set_adapters(
     fields = {**fields, **fields.get("text_config", {})}
     routed = any(map(fields.get, EXPERTS))
     account.set("model_options.lora_rank", lora.value, *lora.names)
-    there = model.adapted if isinstance(model, AdapterOptions) else PROJECTIONS
+    there = model.adapted if isinstance(model, impls.AdapterOptions) else impls.PROJECTIONS
     own = ["experts"] * (routed and experts == "each")
     words = [*_targets(account, adapted.targets, there, separate), *own]
     if not words:
         account.refuse("adapters of none of the projections that have some here", *adapted.targets.names)
-    elif words != [ALL]:
+    elif words != [impls.ALL]:
         note = "each routed expert has adapters" if "experts" in words else ""
         account.set("model_options.lora_targets", words, *adapted.targets.names, note=note)
     account.took("adapters of all linear layers", *adapted.targets.names)
@@ -109,10 +99,10 @@ def set_adapters(
     account.ignore("adapters have no magnitudes", *adapted.by_direction.names)
 
 
-def _model(fields: Mapping[str, Any]) -> Model | None:
+def _model(fields: Mapping[str, Any]) -> impls.Model | None:
     """The model of a config.json; None if spbench does not model it, which the scenario's reader reports."""
     try:
-        return model_from_config(fields)
+        return impls.model_from_config(fields)
     except ValueError:
         return None
 
@@ -136,12 +126,12 @@ def _targets(account: Account, targets: Said, adapted: Sequence[str], separate: 
     targets are noted in the account as not modelled."""
     asked = targets.value
     if asked is None or asked in _EVERY:
-        return [ALL]
+        return [impls.ALL]
     each = _names(asked)
     words = set[str]()
     beyond = list[str]()
     for name in each:
-        named = {ALL} if name in _EVERY else {*_named(name, whole=isinstance(asked, str))}
+        named = {impls.ALL} if name in _EVERY else {*_named(name, whole=isinstance(asked, str))}
         words |= named
         beyond += [name] * (not named and not _EXPERTS.search(name))
     if beyond:
@@ -150,14 +140,18 @@ def _targets(account: Account, targets: Said, adapted: Sequence[str], separate: 
     there = [name for name in adapted if name != "experts"]
     chosen = [name for name in there if name in words]
     if not separate:  # projections that are one matmul have one adapter
-        chosen = [n for n in there if any(n in group and {*group} & words for group in (QKV, OPENING, [n]))]
-    return [ALL] if ALL in words or chosen == there else chosen
+        chosen = [
+            n
+            for n in there
+            if any(n in group and {*group} & words for group in (impls.QKV, impls.OPENING, [n]))
+        ]
+    return [impls.ALL] if impls.ALL in words or chosen == there else chosen
 
 
 def _named(name: str, *, whole: bool) -> Iterator[str]:
     """The projections that match a name of modules, or a pattern of ``whole`` paths."""
     yield from table_content("transformers")["modules"].get(name.rpartition(".")[2].lstrip("*"), ())
-    for word in (*PROJECTIONS, *LATENT):
+    for word in (*impls.PROJECTIONS, *impls.LATENT):
         places = ("mlp.", "mlp.shared_experts.", "mlp.shared_expert.") if word in _OF_MLP else ("self_attn.",)
         for path in (f"{layer}{place}{word}" for layer in _LAYERS for place in places):
             if fnmatchcase(path, name) or path.endswith(f".{name}") or (whole and _fits(name, path)):

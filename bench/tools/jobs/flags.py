@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from spbench import impls
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.errors import UserError, suggestion
@@ -21,21 +22,6 @@ from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs import FLAGS
 from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
-from spbench.impls import (
-    FOLDED_AXES,
-    MESH_AXES,
-    PLUS,
-    DecoderModel,
-    ExpertOptions,
-    LatentOptions,
-    Nesting,
-    all_dispatchers,
-    model_preset,
-    nesting,
-    options_of_backend,
-    ranks_along,
-    set_options,
-)
 
 #: settings on how a program computes the same layers, messages and states (kernels, units that are gathered
 #: at once, workspaces): a program without an argument for such a setting still runs the cell in its own way
@@ -54,8 +40,8 @@ OWN_WAYS = {
 _PREDICTION = {"mtp_layers", "mtp_weight"}
 #: options that count only if another option is not 0, by that other option
 _WITH = {
-    "experts": ExpertOptions.__dataclass_fields__.keys() - {"recompute_modules"},
-    "kv_lora_rank": LatentOptions.__dataclass_fields__.keys() - _PREDICTION,
+    "experts": impls.ExpertOptions.__dataclass_fields__.keys() - {"recompute_modules"},
+    "kv_lora_rank": impls.LatentOptions.__dataclass_fields__.keys() - _PREDICTION,
     "mtp_layers": _PREDICTION,
 }
 #: settings of the measurement (its steps, and where the batch is), for which no program has an argument
@@ -157,16 +143,16 @@ def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:
             yield path, ours.get(path), theirs.get(path)
 
 
-def several_ranks(cell: Cell) -> tuple[Nesting, dict[str, int]]:
+def several_ranks(cell: Cell) -> tuple[impls.Nesting, dict[str, int]]:
     """The parts of a cell's strategy that have several ranks (if none has: "single"), and the number of ranks
     of each mesh axis with several, in the mesh's order, by the names that these parts give to the axes."""
-    nested, sizes = nesting(cell.strategy), cell.sizes.by_axis
+    nested, sizes = impls.nesting(cell.strategy), cell.sizes.by_axis
     parts = [
         (each.name, axes)
         for each, axes in zip(nested.classes, nested.axes_of, strict=True)
-        if ranks_along(axes, sizes) > 1
+        if impls.ranks_along(axes, sizes) > 1
     ]
-    strategy = nesting(PLUS.join(name for name, _ in parts) or "single")
+    strategy = impls.nesting(impls.PLUS.join(name for name, _ in parts) or "single")
     named = {
         before: after
         for (_, axes), now in zip(parts, strategy.axes_of, strict=False)
@@ -177,20 +163,20 @@ def several_ranks(cell: Cell) -> tuple[Nesting, dict[str, int]]:
 
 def _settings(cell: Cell) -> dict[str, Any]:
     strategy, mesh = several_ranks(cell)
-    model = model_preset(*cell.model_arguments)
+    model = impls.model_preset(*cell.model_arguments)
     settings: dict[str, Any] = {"model": type(model).__name__, "strategy": strategy.name}
-    settings |= {f"sizes.{axis}": mesh.get(axis, 1) for axis in MESH_AXES}
-    settings |= {f"sizes.{axis}": cell.sizes.by_axis.get(axis, 1) for axis in FOLDED_AXES}
-    settings["mesh"] = [axis for axis in mesh if axis not in FOLDED_AXES]
+    settings |= {f"sizes.{axis}": mesh.get(axis, 1) for axis in impls.MESH_AXES}
+    settings |= {f"sizes.{axis}": cell.sizes.by_axis.get(axis, 1) for axis in impls.FOLDED_AXES}
+    settings["mesh"] = [axis for axis in mesh if axis not in impls.FOLDED_AXES]
     settings |= {name: getattr(cell, name) for name in ("batch", "seq_len", "precision", "learning")}
     options = strategy.options_type()
     of_parts = {field.name for field in fields(options)}
     given = {name: value for name, value in cell.strategy_options.items() if name in of_parts}
-    settings |= _of("strategy_options", asdict(set_options(options, given, strategy.name)))
+    settings |= _of("strategy_options", asdict(impls.set_options(options, given, strategy.name)))
     of_model = asdict(cast(Any, model))
     if of_model.pop("checkpointing", False):
         of_model["recompute"] = "full"
-    if isinstance(model, DecoderModel):
+    if isinstance(model, impls.DecoderModel):
         of_model["max_positions"] = model.learned_positions
         of_model |= _as_they_count(model)
         of_model = {name: value for name, value in of_model.items() if name not in without_effect(model)}
@@ -201,7 +187,7 @@ def _settings(cell: Cell) -> dict[str, Any]:
     )
     if len({*(training.stage_layers or ())}) == 1:
         settings["training.stage_layers"] = None  # as many as the others
-    backend = options_of_backend(training.backend, training.backend_options)
+    backend = impls.options_of_backend(training.backend, training.backend_options)
     return settings | _of("training", asdict(backend))
 
 
@@ -210,9 +196,9 @@ def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
     fact ``strategy`` has only the parts of the strategy that have several ranks."""
     strategy, mesh = several_ranks(cell)
     training, options = cell.training, {"learned_positions": None, **vars(model)}
-    if isinstance(model, DecoderModel):
+    if isinstance(model, impls.DecoderModel):
         options["learned_positions"] = model.learned_positions
-    own = asdict(options_of_backend(training.backend, training.backend_options))
+    own = asdict(impls.options_of_backend(training.backend, training.backend_options))
     micro = cell.shape[0] // (training.micro_batches * cell.sizes.dp)
     return {
         "strategy": strategy.name,
@@ -222,25 +208,25 @@ def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
         "seq_len": cell.shape[1],
         "micro_batch": micro,
         "again": "full" if options.get("checkpointing") else options.get("recompute"),
-        **_of("sizes", {axis: mesh.get(axis, 1) for axis in MESH_AXES}),
+        **_of("sizes", {axis: mesh.get(axis, 1) for axis in impls.MESH_AXES}),
         **_of("strategy_options", dict(cell.strategy_options)),
         **_of("model_options", options),
         **_of("training", {**training.model_dump(include={*TrainingOptions.model_fields}), **own}),
     }
 
 
-def without_effect(model: DecoderModel) -> set[str]:
+def without_effect(model: impls.DecoderModel) -> set[str]:
     """The names of a model's options that have no effect, because the model has no experts, latent attention,
     multi-token prediction or selective recomputation."""
     unused = {name for switch, names in _WITH.items() if not getattr(model, switch) for name in names}
     if model.recompute != "selective":
         unused.add("recompute_modules")
-    if all_dispatchers()[model.dispatcher].heeds_capacity:
+    if impls.all_dispatchers()[model.dispatcher].heeds_capacity:
         unused.add("node_ranks")
     return unused
 
 
-def _as_they_count(model: DecoderModel) -> dict[str, Any]:
+def _as_they_count(model: impls.DecoderModel) -> dict[str, Any]:
     """The options of experts whose values may mean the same, by name, with one value for each meaning."""
     layers = {"expert_pattern": [*map(model.has_experts, range(model.layers))], "dense_layers": 0}
     options = layers | {"expert_inner": model.expert_width}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from spbench import impls
 from spbench.bench.cell import Cell
 from spbench.bench.measure import load_cluster
 from spbench.bench.setting_values import VARIABLES
@@ -15,14 +16,6 @@ from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks, without_effect
 from spbench.bench.tools.jobs.megatron import CONTEXT, HIERARCHICAL
 from spbench.bench.tools.jobs.rules import follow
-from spbench.impls import (
-    FOLDED_AXES,
-    PLUS,
-    CausalTransformerModel,
-    MegatronOptions,
-    model_preset,
-    set_options,
-)
 
 #: --cp-comm-type by the strategy of context parallelism
 _COMMUNICATION = {strategy: how for how, (strategy, _) in CONTEXT.items()} | dict([HIERARCHICAL])
@@ -38,8 +31,8 @@ _Row = tuple[str, Any, str]
 
 def flags(cell: Cell) -> Flags:
     """The command that runs the cell, which can be read back; none for a model that is no GPTModel."""
-    table, model = argument_table("megatron"), model_preset(*cell.model_arguments)
-    if not isinstance(model, CausalTransformerModel):
+    table, model = argument_table("megatron"), impls.model_preset(*cell.model_arguments)
+    if not isinstance(model, impls.CausalTransformerModel):
         return Flags(table.program, "train.sh", (), "", (_OTHER_MODEL.format(cell.model),))
     account = Account(table=table, given={}, facts=_facts(model, cell))
     account.calls = {
@@ -64,7 +57,7 @@ def _written(value: Any) -> str:
     return f"{value:.0f}" if isinstance(value, float) and value >= 2 and value.is_integer() else str(value)
 
 
-def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
+def _settings(model: impls.CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     """The settings, by path, for which Megatron-LM has one argument each, if they matter in the cell."""
     unused = without_effect(model) | {name for name in _NONE if not getattr(model, name)}
     unused |= {*_WITHOUT_LATENTS} if model.kv_lora_rank else set()
@@ -77,7 +70,7 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     training = cell.training
     settings |= {f"sizes.{axis}": mesh.get(axis, 1) for axis in ("tp", "pp")}
     if model.experts:
-        ep, etp = (cell.sizes.by_axis.get(axis, 1) for axis in FOLDED_AXES)
+        ep, etp = (cell.sizes.by_axis.get(axis, 1) for axis in impls.FOLDED_AXES)
         settings |= {"sizes.ep": ep} | ({"sizes.etp": etp} if etp != settings["sizes.tp"] else {})
     settings |= {"batch": cell.shape[0], "seq_len": cell.shape[1]}
     if training.schedule == "interleaved":
@@ -86,18 +79,18 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
             names.remove("virtual_stages")  # as many as the layout has for each rank
         settings |= {f"training.{name}": getattr(training, name) for name in names}
     if training.backend == "megatron":
-        options = set_options(MegatronOptions(), training.backend_options, training.backend)
+        options = impls.set_options(impls.MegatronOptions(), training.backend_options, training.backend)
         settings |= {f"training.{name}": value for name, value in vars(options).items()}
         if training.schedule != "interleaved" or not options.overlap_param_gather:
             del settings["training.align_param_gather"]
     return settings
 
 
-def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
+def _facts(model: impls.CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     """The facts for the rules in the section ``flags`` of megatron.yaml, by name."""
     strategy, mesh = several_ranks(cell)
-    names = strategy.name.split(PLUS)
-    within = PLUS.join(name for name in names if name not in ("tensor_parallel", "megatron_sp"))
+    names = strategy.name.split(impls.PLUS)
+    within = impls.PLUS.join(name for name in names if name not in ("tensor_parallel", "megatron_sp"))
     return {
         **facts_of(cell, model),
         "context_ranks": mesh.get("sp", 1) * mesh.get("cp", 1),
@@ -109,7 +102,7 @@ def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _unfused(model: CausalTransformerModel) -> Iterator[_Row]:
+def _unfused(model: impls.CausalTransformerModel) -> Iterator[_Row]:
     for fusion in model.unfused:
         yield f"--no-{fusion.replace('_', '-')}-fusion", True, "model_options.unfused"
 
@@ -119,7 +112,7 @@ def _stages_of(cell: Cell) -> Iterator[_Row]:
     training = cell.training
     layers = training.stage_layers or []
     if _needs_layout(layers, training.virtual_stages):
-        predicted = "m" * getattr(model_preset(*cell.model_arguments), "mtp_layers", 0)
+        predicted = "m" * getattr(impls.model_preset(*cell.model_arguments), "mtp_layers", 0)
         layout = f"'E{'|'.join('t' * count for count in layers)}{predicted}L'"
         yield "--pipeline-model-parallel-layout", layout, "training.stage_layers"
         return
@@ -145,7 +138,7 @@ def _stages(layers: list[int], virtual: int) -> Iterator[_Row]:
             yield f"--account-for-{what}-in-pipeline-split", True, "training.stage_layers"
 
 
-def _layers_with_experts(model: CausalTransformerModel) -> str:
+def _layers_with_experts(model: impls.CausalTransformerModel) -> str:
     """The text N, if every N-th layer from the first has experts; else a list of 0 and 1 for all layers, as
     an expression with repetitions."""
     have = [int(model.has_experts(layer)) for layer in range(model.layers)]
