@@ -87,7 +87,7 @@ def main() -> None:
         nodes = nodes_of(loss)
         loss.backward()
     counts = {**operators.counts, "node_s": nodes, "module_s": len([*plain.modules()])}
-    with open("scenarios/clusters/h100-sxm.yaml") as file:
+    with open("scenarios/clusters/h100-sxm.yaml", encoding="utf-8") as file:
         host = yaml.safe_load(file)["host"]
     priced = sum(number * host[name]["value"] for name, number in counts.items())
     ratio = sum(medians[0]) / priced

@@ -9,9 +9,7 @@ import click
 import pytest
 import yaml
 
-from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import COMMANDS
-from spbench.bench.measure.engines.plan import model_parameters
 from tests.docs.style import (
     ALLOWED,
     ROOT,
@@ -159,16 +157,3 @@ def test_what_one_h200_has_shown() -> None:
         ratios = sorted(float(row[f"{beside}_ms"]) / float(row["triton_ms"]) for row in timed)
         ratios = [round(each if beside == "plain" else 1 / each) for each in ratios]
         assert numbers("gpu.md", sentence) == [min(ratios), max(ratios)]
-
-
-def test_an_8b_on_8_ranks_by_hand() -> None:
-    """Weights in float32 and two moments of a rank, and the logits of a micro-batch, twice of 2 bytes."""
-    *said, length, vocabulary = numbers(
-        "import.md",
-        r"has (\S+) GiB of float32 weights, (\S+) of moments and (\S+) of logits \((\S+) x (\S+), twice\)",
-    )
-    cell = Cell(model="Qwen/Qwen3-8B", strategy="single", sizes={"dp": 8}, batch=8, seq_len=int(length))
-    weights = 4 * model_parameters(cell) / 8
-    assert said == pytest.approx(
-        [n / 2**30 for n in (weights, 2 * weights, 4 * length * vocabulary)], abs=0.005
-    )

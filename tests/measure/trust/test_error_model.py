@@ -487,8 +487,8 @@ def test_a_time_with_one_end_of_its_interval_stands_alone(missing: str) -> None:
         (DEEPSPEED, "2.00 s -10% +101%, DeepSpeed priced as fully_shard"),
         # no narrower than that of its rates, and of what was never measured as wide as others
         (DEEPSPEED | {"bound": "bubble"}, "2.00 s -50% +101%, DeepSpeed priced as fully_shard"),
-        (stood_in(STAND_INS[2]), "2.00 s -50% +101%, expert parallelism, measured slower"),
-        (stood_in(*STAND_INS[1:3]) | {"rates": "datasheet"}, "2.00 s -50% +101%, uncalibrated"),
+        (stood_in(STAND_INS[3]), "2.00 s -50% +101%, expert parallelism, measured slower"),
+        (stood_in(STAND_INS[1], STAND_INS[3]) | {"rates": "datasheet"}, "2.00 s -50% +101%, uncalibrated"),
         ({"step_time_s": None}, ""),
     ],
 )

@@ -180,7 +180,7 @@ def test_of_answers_that_are_not_monotone_the_card_decides(monkeypatch: pytest.M
         fails = capacity < 4 * GIB or 5 * GIB < capacity < 7 * GIB
         return SimpleNamespace(out_of_memory="none left" if fails else None)
 
-    monkeypatch.setattr(module, "replay", made_up)
+    monkeypatch.setattr("spbench.bench.measure.replay", made_up)
     assert least_usable(LOG, 3 * GIB, 8 * GIB) > 5 * GIB  # the middle fails, and what is below is not tried
     assert least_usable(LOG, 3 * GIB, 8 * GIB, usable=5 * GIB) <= 5 * GIB
     assert least_usable(LOG, 3 * GIB, 8 * GIB, usable=6 * GIB) > 6 * GIB
@@ -195,9 +195,9 @@ def test_the_fullest_class_is_found_with_a_replay_of_each_other(monkeypatch: pyt
         asked.append(id(sizes))
         return SimpleNamespace(out_of_memory=None if capacity >= needs[id(sizes)] * GIB else "none left")
 
-    monkeypatch.setattr(module, "replay", made_up)
-    monkeypatch.setattr(module, "allocator_of", lambda cell: CachingAllocator)
-    monkeypatch.setattr(module, "usable_memory_bytes", lambda cell: None)
+    monkeypatch.setattr("spbench.bench.measure.replay", made_up)
+    monkeypatch.setattr("spbench.bench.measure.allocator_of", lambda cell: CachingAllocator)
+    monkeypatch.setattr("spbench.bench.measure.usable_memory_bytes", lambda cell: None)
     kept = [{"peak_memory_bytes": n * GIB, "reserved_memory_bytes": 8 * GIB} for n in (3, 2, 1)]
     traces = SimpleNamespace(
         cell=None,

@@ -167,8 +167,8 @@ def test_the_layouts_of_many_ranks_are_few_steps(monkeypatch: pytest.MonkeyPatch
 
 def test_a_plugin_is_searched_as_ours_are(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {**registries.all_strategies(), GatheredAttention.name: GatheredAttention}
-    for place in (module, registries):
-        monkeypatch.setattr(place, "all_strategies", lambda: own)
+    for place in ("spbench.impls", registries.__name__):
+        monkeypatch.setattr(f"{place}.all_strategies", lambda: own)
     names = {cls.name for cls in searched_strategies(asked(8))}
     assert {"gathered_attention", "tensor_parallel+gathered_attention"} <= names
 
@@ -203,7 +203,7 @@ def test_options_say_themselves_what_is_searched(monkeypatch: pytest.MonkeyPatch
         searched = False
 
     found: dict[str, type[Backend]] = {"pieces": Pieces, "hidden": Hidden}
-    monkeypatch.setattr(module, "all_backends", lambda: found)
+    monkeypatch.setattr("spbench.impls.all_backends", lambda: found)
     question = asked(8)
     assert backend_settings(question) == [
         {"backend": "pieces", "pieces": 4},
