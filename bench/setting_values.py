@@ -267,11 +267,10 @@ class StandIn(NamedTuple):
 
     Attributes:
         by: the work that is simulated; "": it is not known which part of the work takes longer.
-        programs: the programs that do the work; empty: every program that a cell names.
+        programs: the programs that do the work, "" for a cell that names none; empty: every program.
         backends: the backends with which programs do the work; empty: any backend.
-        axis: only cells with several ranks along this axis; "nodes": cells of several nodes; "": any cell.
-        network: only clusters whose file prices the network by this one; "": any cluster, if the cell names
-            a program.
+        axis: only cells with several ranks along this axis, several "nodes", or "graphs"; "": any cell.
+        network: only clusters whose file prices the network by this one, whatever the program; "": any.
     """
 
     work: str
@@ -295,10 +294,11 @@ class StandIn(NamedTuple):
 STAND_INS = (
     StandIn("EFA", "InfiniBand", axis="nodes", network="InfiniBand"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
-    StandIn("DeepSpeed's ZeRO-3", "", ("deepspeed",), ("deepspeed_zero3",)),
+    StandIn("DeepSpeed's ZeRO-3", "", ("", *PROGRAMS), ("deepspeed_zero3",)),
     StandIn("expert parallelism", "", axis="ep"),
     StandIn("torchtitan's TP", "Megatron's", ("torchtitan",), axis="tp"),
     StandIn("torchtitan over nodes", "", ("torchtitan",), _SHARDED, "nodes"),
+    StandIn("CUDA graphs", "launches that cost the host nothing", ("", *PROGRAMS), axis="graphs"),
 )
 
 
@@ -312,12 +312,12 @@ def stand_ins(program: str, backend: str, ranks: Mapping[str, int], network: str
     Args:
         program: the cell's training program; "": none.
         backend: the cell's data-parallel backend.
-        ranks: the numbers of ranks along each axis, and of ``nodes``.
+        ranks: the numbers of ranks along each axis, and of ``nodes``; ``graphs``: 2 for CUDA graphs.
         network: the network whose rate prices the cluster's; "": the cluster's has a rate of its own.
     """
     for each in STAND_INS:
-        of_program = network == each.network if each.network else program in (each.programs or (program,))
-        is_so = of_program and backend in (each.backends or (backend,)) and (program or each.network)
+        of_program = network == each.network if each.network else program in (each.programs or PROGRAMS)
+        is_so = of_program and backend in (each.backends or (backend,))
         if is_so and (not each.axis or ranks.get(each.axis, 1) > 1):
             yield each
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 VIEWS = {
     *["view", "_unsafe_view", "t", "transpose", "expand", "slice", "unsqueeze", "detach", "alias", "select"]
 }
-REPEATS = 15
+WARMUP, REPEATS = 3, 15
 
 
 class Counted(TorchDispatchMode):
@@ -78,10 +78,11 @@ def main() -> None:
         backward(loss)
         return middle - begin, time.perf_counter() - middle
 
-    both = [(seconds(plain, Tensor.backward), seconds(engine, engine.backward)) for _ in range(REPEATS + 3)][
-        3:
+    both = [
+        (seconds(plain, Tensor.backward), seconds(engine, engine.backward)) for _ in range(WARMUP + REPEATS)
     ]
-    medians = [[statistics.median(run[which][part] for run in both) for part in (0, 1)] for which in (0, 1)]
+    runs = both[WARMUP:]
+    medians = [[statistics.median(run[which][part] for run in runs) for part in (0, 1)] for which in (0, 1)]
     with Counted() as operators:
         loss = plain(input_ids=tokens, labels=tokens, use_cache=False).loss
         nodes = nodes_of(loss)

@@ -153,7 +153,7 @@ def add_step_time(
         if cluster.rates_of(cell.precision) != "datasheet":  # else the datasheet prices all work
             measurement.priced_by = by_share(priced_by, step_time_s)
         nodes = -(-cell.sizes.world // cluster.devices_per_node)
-        ranks = {**cell.sizes.by_axis, "nodes": nodes}
+        ranks = {**cell.sizes.by_axis, "nodes": nodes, "graphs": 1 + (cell.training.cuda_graph != "none")}
         network = cluster.network.bandwidth_bytes_per_s.substitute
         stood_in = stand_ins(cell.program, cell.training.backend, ranks, network)
         measurement.priced_by = [*(each.price for each in stood_in), *measurement.priced_by]

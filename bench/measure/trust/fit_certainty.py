@@ -137,4 +137,6 @@ def kinds_of(cell: Cell) -> frozenset[str]:
     kinds = {f"{part} of {meeting.replace('_', ' ')}" for part in parts for meeting in meetings}
     if getattr(model, "experts", 0) and cell.sizes.by_axis.get("ep", 1) > 1:
         kinds.add(f"experts spread over ranks under {cell.training.backend}")
+    if cell.training.cuda_graph != "none":  # whose own memory is not modelled
+        kinds.add("CUDA graphs")
     return frozenset(kinds)

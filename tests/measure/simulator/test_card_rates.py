@@ -328,6 +328,14 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     assert sourced == f"{names[0]} priced as Megatron's"
     assert not [*stand_ins("", "zero3", {"ep": 8, "nodes": 2}, "the datasheet")]
     assert [each.work for each in stand_ins("", "zero3", {"nodes": 2}, "InfiniBand")] == ["EFA"]
+    # of these every cell's time is less sure, whether or not the cell names a program
+    for program in ("", "deepspeed", "veomni"):
+        (zero3,), (graphs,) = (
+            stand_ins(program, "deepspeed_zero3", {}),
+            stand_ins(program, "ddp", {"graphs": 2}),
+        )
+        assert (zero3.work, graphs.work) == ("DeepSpeed's ZeRO-3", "CUDA graphs")
+    assert not [*stand_ins("megatron", "megatron", {"graphs": 1})]
     # a scalar has taken up what its own program lacks, and that of no other program
     fitted, missing = load_cluster("a100-lasp"), [{"grade": "substituted", "share": 1.0}]
     assert rates_of_step(fitted, "bf16", ("tnl-1b", "lasp"), missing) == "fitted"
