@@ -335,7 +335,7 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
         "Megatron's experts over EFA, measured slower",
         "expert parallelism, measured slower",
     ]
-    assert not experts[1] and not [*stand_ins("megatron", "ddp", {"nodes": 2}, "EFA")]
+    assert not experts[1]
     # of these every cell's time is less sure, whether or not the cell names a program
     for program in ("", "deepspeed", "veomni"):
         (zero3,), (graphs,) = (
