@@ -36,18 +36,7 @@ from spbench.bench.setting_values import (
     with_suffix,
 )
 from spbench.bench.yaml_files import StrictModel
-from spbench.impls import (
-    DEFAULT_BACKEND,
-    FOLDED_AXES,
-    MESH_AXES,
-    backend_defaults,
-    check_folds,
-    given_folds,
-    in_order,
-    nesting,
-    ranks_along,
-    spelled,
-)
+from spbench import impls
 
 
 class _UsualSizes(StrictModel):
@@ -69,15 +58,15 @@ class Sizes(_UsualSizes):
     @classmethod
     def _check_axes(cls, content: Any) -> Any:
         if isinstance(content, Mapping):
-            known = *FOLDED_AXES, *MESH_AXES
+            known = *impls.FOLDED_AXES, *impls.MESH_AXES
             # the axes of strategies are looked up last, because that imports all strategies
             _UsualSizes.model_validate({axis: n for axis, n in content.items() if axis not in known})
-            return {axis: n for axis, n in content.items() if axis not in FOLDED_AXES or n != 1}
+            return {axis: n for axis, n in content.items() if axis not in impls.FOLDED_AXES or n != 1}
         return content
 
     @model_validator(mode="after")
     def _check_world(self) -> Sizes:
-        check_folds(self.by_axis)
+        impls.check_folds(self.by_axis)
         if self.world > MOST_RANKS:
             raise ValueError(f"{self} are {self.world} ranks; there can be {MOST_RANKS} at most")
         return self
@@ -86,25 +75,27 @@ class Sizes(_UsualSizes):
     def by_axis(self) -> dict[str, int]:
         """The number of ranks along every axis, in the default order, then along folded axes of more than one
         rank; :attr:`Cell.mesh_sizes` has a cell's own order."""
-        return {axis: getattr(self, axis, 1) for axis in MESH_AXES} | given_folds(self.__pydantic_extra__)
+        return {axis: getattr(self, axis, 1) for axis in impls.MESH_AXES} | impls.given_folds(
+            self.__pydantic_extra__
+        )
 
     @property
     def world(self) -> int:
         """The number of all ranks."""
-        return ranks_along(MESH_AXES, self.by_axis)
+        return impls.ranks_along(impls.MESH_AXES, self.by_axis)
 
     def __str__(self) -> str:
-        return spelled(self.by_axis)
+        return impls.spelled(self.by_axis)
 
 
 def strategy_axes(strategy: str) -> list[str]:
     """The names of the axes of a strategy, or of a combination of strategies (:func:`nesting`)."""
-    return list(nesting(strategy).axes)
+    return list(impls.nesting(strategy).axes)
 
 
 def requirements(strategy: str) -> list[str]:
     """The Python distributions that a strategy or combination requires; only peers require any."""
-    return list(nesting(strategy).requires)
+    return list(impls.nesting(strategy).requires)
 
 
 class TrainingOptions(BaseModel):
@@ -138,7 +129,7 @@ class TrainingOptions(BaseModel):
 
     step: Literal["training", "inference"] = "training"
     moments: Literal["kept", "later"] = "kept"
-    backend: str = DEFAULT_BACKEND
+    backend: str = impls.DEFAULT_BACKEND
     batch_on_device: Literal["part", "whole"] = "part"
     micro_batches: Repeats = 1
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
@@ -172,7 +163,7 @@ class TrainingOptions(BaseModel):
     def _leave_out_defaults(self) -> TrainingOptions:
         """Remove options of the backend that have their default values, so that equal cells have one key."""
         given = self.__pydantic_extra__ or {}
-        for name, default in backend_defaults(self.backend).items() if given else ():
+        for name, default in impls.backend_defaults(self.backend).items() if given else ():
             if name in given and given[name] == default and type(given[name]) is type(default):
                 del given[name]
         return self
@@ -288,8 +279,8 @@ class Cell(StrictModel):
         """The order of the mesh's axes; None for the default order, so that equal cells have one key."""
         if order is None or "sizes" not in info.data:
             return None
-        in_order(info.data["sizes"].by_axis, order)
-        return None if order == sorted(order, key=MESH_AXES.index) else order
+        impls.in_order(info.data["sizes"].by_axis, order)
+        return None if order == sorted(order, key=impls.MESH_AXES.index) else order
 
     @model_validator(mode="after")
     def _check_together(self) -> Cell:
@@ -311,12 +302,12 @@ class Cell(StrictModel):
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """The number of ranks along every axis of the mesh, from the slowest-varying axis to the fastest."""
-        return in_order(self.sizes.by_axis, self.mesh or MESH_AXES)
+        return impls.in_order(self.sizes.by_axis, self.mesh or impls.MESH_AXES)
 
     @property
     def mesh_text(self) -> str:
         """The axes of more than one rank in the mesh's order, with their ranks: "dp2xsp8"; or "1"."""
-        return spelled(self.mesh_sizes)
+        return impls.spelled(self.mesh_sizes)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields replaced, as pydantic's, except that the copy computes its own key."""
