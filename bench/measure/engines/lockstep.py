@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench import impls
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.measure.engines.distributed import SEED, learned, losses_of_rank
 from spbench.bench.measure.engines.engine import Engine
@@ -31,7 +32,6 @@ from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import build_module, build_training, rank_inputs, refuse_variables
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.bench.measurement import Measurement
-from spbench import impls
 
 #: standard deviation of weights: 0.02 suits hidden sizes of 768 and more, but these models are small
 DEVIATION = 0.08

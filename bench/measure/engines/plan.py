@@ -13,17 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from spbench import impls
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.card_kernels import cannot_run
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.cell_schedule import (
-    batch_parts,
-    check_inference,
-    check_schedule,
-    passes_of,
-    played_model,
-    with_mends,
-)
+from spbench.bench.measure.engines import cell_schedule
 from spbench.bench.measure.engines.unlike_ranks import (
     expert_rows,
     fullest_rank,
@@ -32,7 +26,6 @@ from spbench.bench.measure.engines.unlike_ranks import (
     roles_by_load,
 )
 from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
-from spbench import impls
 
 
 @dataclass(frozen=True)
@@ -215,7 +208,7 @@ def plan(cell: Cell) -> Plan:
     Raises:
         Unsupported: see :func:`check_sizes`.
     """
-    classes = with_mends(check_sizes, cell)
+    classes = cell_schedule.with_mends(check_sizes, cell)
     traffic = [closed_form(cell, each.first) for each in classes]
     uneven = expert_rows(cell) is not None or shares_whole_weights(cell)
     return Plan(classes, traffic, cell.mesh_sizes, cell if uneven else None)
@@ -242,7 +235,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
         _sites(cell, strategy, impls.Stage()) + impls.training_sites(impls.PRECISIONS[cell.precision])
     )
     if cell.training.step == "inference":
-        check_inference(cell)
+        cell_schedule.check_inference(cell)
     elif not model.has_weights:
         raise impls.Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
     backend = impls.backend_class(cell.training.backend)
@@ -254,7 +247,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
             "use zero3, or leave lora_rank out",
         )
     classes = rank_classes(cell)
-    check_schedule(cell)
+    cell_schedule.check_schedule(cell)
     if cell.sizes.pp > 1:
         stages = (
             composition(cell, impls.Place.of_rank(cell.mesh_sizes, each.first)).stages for each in classes
@@ -266,8 +259,10 @@ def check_sizes(cell: Cell) -> list[RankClass]:
 
 def _sites(cell: Cell, strategy: impls.Strategy, stage: impls.Stage) -> list[impls.Site]:
     """The places in a stage's model (sites) at which a micro-batch of one replica calls the strategy."""
-    (batch, seq_len), model = cell.shape, played_model(cell)
-    return list(model.sites(batch // batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
+    (batch, seq_len), model = cell.shape, cell_schedule.played_model(cell)
+    return list(
+        model.sites(batch // cell_schedule.batch_parts(cell), seq_len, strategy.vocabulary_parts, stage)
+    )
 
 
 def closed_form(cell: Cell, rank: int) -> list[impls.Traffic]:
@@ -299,10 +294,10 @@ def planned_step(cell: Cell, rank: int, asked: Sequence[impls.Site]) -> impls.Pl
     """
     place, training = impls.Place.of_rank(cell.mesh_sizes, rank), cell.training
     role, around = planned_strategy(cell, place.coordinates), composition(cell, place)
-    build = partial(_without_values, played_model(cell), role, cell.shape[1], around)
+    build = partial(_without_values, cell_schedule.played_model(cell), role, cell.shape[1], around)
     sums, options = impls.planned_sums(asked, role, cell.sizes.dp), backend_options(cell)
     precision = impls.PRECISIONS[cell.precision]
-    order = partial(passes_of, cell, around)
+    order = partial(cell_schedule.passes_of, cell, around)
     return impls.PlannedStep(sums, training.micro_batches, precision, role, around, build, order, options)
 
 
@@ -324,7 +319,7 @@ def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
     """The module of the first rank of a class, on the meta device."""
     around = composition(cell, impls.Place.of_rank(cell.mesh_sizes, ranks.first))
     role = planned_strategy(cell, ranks.coordinates)
-    return _without_values(played_model(cell), role, cell.shape[1], around)
+    return _without_values(cell_schedule.played_model(cell), role, cell.shape[1], around)
 
 
 def model_parameters(cell: Cell) -> int:

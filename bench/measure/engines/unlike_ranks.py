@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spbench import impls
 from spbench.bench.cell import Cell
 from spbench.bench.measure.simulator.lighter_ranks import odd_sets
-from spbench import impls
 
 #: the most sets into which the ranks of a role are divided by their work
 MOST_SETS = 8
