@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from spbench import impls
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import decoded, parse_json, read_file
 from spbench.impls import LARGEST, lacking_for, published_model, published_models
@@ -163,11 +164,8 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
         raise UserError(f"{error}{remote_name(model) if missing else ''}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
-    # imported late, because this imports torch, which commands without cells do not need
-    from spbench.impls import counting_fields
-
     try:
-        return counting_fields(content)
+        return impls.counting_fields(content)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 
