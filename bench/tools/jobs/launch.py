@@ -239,9 +239,12 @@ def options_of(words: Sequence[str], table: ArgumentTable, problems: list[str]) 
             continue
         name, equals, text = word[2:].partition("=")
         texts = [text] if equals else []
-        while not equals and rest and not rest[0].startswith("--"):
-            texts.append(rest.pop(0))
         name = name.replace("-", "_")
+        several = name in table.arguments and "list" in table.arguments[name].takes
+        while not equals and rest and not rest[0].startswith("--"):
+            if texts and not several and unknown_in(rest[0]):
+                break  # what follows a value may be further arguments
+            texts.append(rest.pop(0))
         yield from _value(name, "true" if not texts else " ".join(texts), table, problems)
 
 

@@ -280,7 +280,7 @@ class Shell:
 
     def _values(self, node: Node) -> list[str]:
         """The values of a part of a word: one text, or the elements of an array."""
-        text = source_of(node)
+        text = source_of(node).lstrip()  # the parser takes spaces before an expansion in a string to it
         match node.type:
             case "string":  # "${NAME[@]}" is as many words as it has elements
                 only = node.named_children[0] if node.named_child_count == 1 else None
@@ -338,7 +338,8 @@ class Shell:
         joined = ""
         for child in below(node, EXPANDED):
             if child.start_byte - start >= at and child != node:
-                joined += unescaped(text[at : child.start_byte - start]) + " ".join(self._values(child))
+                before = text[at : child.start_byte - start] + b" " * source_of(child)[:1].isspace()
+                joined += unescaped(before) + " ".join(self._values(child))
                 at = child.end_byte - start
         return self._short_enough(node, joined + unescaped(text[at : len(text) - bool(skipped)]))
 
