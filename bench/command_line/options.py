@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import click
 
+from spbench.bench import measure
 from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.command_line.progress import silence
@@ -226,9 +227,7 @@ def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command
 
     def load(ctx: click.Context, param: click.Parameter, paths: Sequence[str]) -> None:
         for path in paths:
-            from spbench.bench.measure import cell_names  # imports torch
-
-            if cell_names(kind, path) == [path]:
+            if measure.cell_names(kind, path) == [path]:
                 raise click.BadParameter(f"{path!r} is no path of a .py file", ctx, param)
 
     return click.option(
@@ -251,9 +250,8 @@ def choosing_cells(command: Function) -> Function:
         variant: str | None,
         **arguments: Any,
     ) -> Any:
-        from spbench.bench.measure import Narrowing
-
-        chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where=where, changes=changes)
+        places = strategy, model, cluster, (), world_size, variant
+        chosen = measure.Narrowing(*places, where=where, changes=changes)
         return command(narrowing=chosen, **arguments)
 
     options = [

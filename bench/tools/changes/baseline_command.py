@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from spbench.bench import measure
 from spbench.bench.command_line import progress
 from spbench.bench.command_line.options import WORDS, executor, jobs, many, path_option, printed, variant
 from spbench.bench.command_line.output import Output
@@ -50,14 +51,14 @@ def command(
         raise click.UsageError("name at least one --scenario")
     refuse_unmeasured_checkout(Path.cwd(), "a baseline")
     with beginning_server():
-        from spbench.bench.measure import Narrowing, executor_at, run_cells
         from spbench.bench.tools.papers.answer import load_scenario, set_beside
 
-    narrowing = Narrowing(engines=("virtual",), variant=variant)
+    narrowing = measure.Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:
         folder = Path("results", "runs", loaded.name)
-        with executor_at(executor) as there:
-            ran = run_cells(loaded, narrowing, folder, progress, jobs, fresh=not resume, executor=there)
+        with measure.executor_at(executor) as there:
+            asked = loaded, narrowing, folder, progress, jobs
+            ran = measure.run_cells(*asked, fresh=not resume, executor=there)
         if ran.failed(progress):
             progress.message(f"spbench: no baseline of {loaded.name} was written")
             yield Output(code=1)
