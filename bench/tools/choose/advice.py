@@ -14,7 +14,6 @@ from spbench.bench.measure import (
     load_cluster,
     packaged_model,
     priced_by_in_words,
-    with_band,
     written,
 )
 from spbench.bench.tools.choose.fit_verdict import words
@@ -110,7 +109,7 @@ class Advice:
         return [self._record(rank, seen) for rank, seen in enumerate(self.ranked, start=1)]
 
     def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
-        cell, measured = seen.cell, self.measured(seen)
+        cell, measured = seen.cell, seen.banded
         step, breakdown = seen.step_s, measured["breakdown"]
         memory = {name: getattr(seen.memory, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
         return {
@@ -173,16 +172,10 @@ class Advice:
         cause = f"{words()['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
         return f"{head}; without it {other} takes {other.step_s / whole[0].step_s - 1:+.0%}: {cause}"
 
-    def measured(self, seen: Seen) -> Mapping[str, Any]:
-        """The measurement of a layout, with the interval of its time."""
-        row = {"cell": seen.cell.model_dump(), "measurement": seen.measured}
-        measured: Mapping[str, Any] = with_band(row)["measurement"]
-        return measured
-
     def priced_by(self) -> str:
         """In words, the work of the best layouts that is priced by a rate of other work; "": all work has
         rates."""
-        return priced_by_in_words(seen.measured for seen in self.result.best)
+        return priced_by_in_words(seen.measurement for seen in self.result.best)
 
     def attention(self) -> str:
         """In words, the winner's attention kernel, and how long its step would take with other kernels, the
@@ -211,7 +204,7 @@ class Advice:
             "strategy": strategy,
             "mesh": winner.cell.mesh_text if winner else "",
             "tie": bool(others),
-            "tokens_per_s": winner.measured["tokens_per_s"] if winner else None,
+            "tokens_per_s": winner.measurement["tokens_per_s"] if winner else None,
         }
 
     def in_words(self) -> str:
@@ -245,7 +238,7 @@ class Advice:
         else:
             apart = other.uncharged_s / winner.uncharged_s
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
-        order = packaged_model().order(self.result.best[0].measured["rates"], apart)
+        order = packaged_model().order(self.result.best[0].measurement["rates"], apart)
         return "; ".join(filter(None, [head, causes, order]))
 
 

@@ -234,7 +234,7 @@ def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
         yield {
             **record,
             "mark": mark,
-            "band": shown_band(answer.measured(seen)),
+            "band": shown_band(seen.banded),
             "beside": beside,
         }
 

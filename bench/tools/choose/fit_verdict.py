@@ -100,7 +100,7 @@ class Verdict:
     @property
     def devices_fit(self) -> bool:
         """Whether all ranks fit their devices."""
-        return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
+        return all(entry["status"] == "ok" for entry in self.measurement.get("by_class", ()))
 
     def within(self, budget_bytes: int) -> bool:
         """Whether the cell needs at most ``budget_bytes`` of a card, and its hosts have enough memory."""
@@ -111,9 +111,16 @@ class Verdict:
     def memory(self) -> CardMemory:
         """The card's bytes and those that the fullest ranks need, or a guess if not all layers were
         traced."""
-        traced = ANATOMY in (self.measurement.get("meters") or {})
-        needed = self.anatomy.least_usable_bytes if traced else self.measurement["peak_memory_bytes"]
+        of_allocator = (self.measurement.get("meters") or {}).get(ANATOMY, {})
+        needed = of_allocator.get("least_usable_bytes", self.measurement["peak_memory_bytes"])
         return card_memory(self.cell, self.measurement, needed)
+
+    @property
+    def banded(self) -> Mapping[str, Any]:
+        """The measurement with the interval of its step time."""
+        row = {"cell": self.cell.model_dump(), "measurement": self.measurement}
+        measurement: Mapping[str, Any] = measure.with_band(row)["measurement"]
+        return measurement
 
     @property
     def step_s(self) -> float | None:
@@ -226,8 +233,7 @@ def settings_of(verdict: Verdict) -> str:
 
 def step_of(verdict: Verdict) -> str:
     """The step time of a verdict with its interval, in words; "not timed" without a step time."""
-    row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
-    return shown_band(measure.with_band(row)["measurement"]) or "not timed"
+    return shown_band(verdict.banded) or "not timed"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

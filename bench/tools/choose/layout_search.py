@@ -38,7 +38,6 @@ from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
     NAMED,
     SAME_STEP,
-    LookedAt,
     SearchResult,
     Seen,
     complexity,
@@ -68,7 +67,7 @@ _ROOM = 1.1
 _SIMPLER = 4
 
 
-class Search(LookedAt):
+class Search(WholeLooks):
     """The search for one question; the module's docstring says how.
 
     Args:
@@ -88,7 +87,6 @@ class Search(LookedAt):
         #: the candidates of each layout, by the layout's id, the fastest by the estimate first
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
         self._roomy = set[str]()  # strategies with a layout that probably fits
-        self.whole = WholeLooks(self)
 
     def run(self) -> SearchResult:
         """Run the search; returns its result.
@@ -119,10 +117,10 @@ class Search(LookedAt):
         counts[TOO_SLOW] += len(left)
         self._polish()
         self.behind.begin("the best with all layers", *_BEHIND["all"])
-        self.whole.run()
+        self.look_whole()
         while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_peak)).exact:
             self.looked_at([near.cell], "all_layers")  # few layers may say too many bytes
-            self.whole.run()
+            self.look_whole()
         self._conclude()
         return self.result
 
@@ -312,7 +310,7 @@ def answered(
                     raise
                 answer = Advice(each, SearchResult(impossible=str(error)))
             if winner := answer.winner:
-                answer = replace(answer, prices=search.whole.prices(winner))
+                answer = replace(answer, prices=search.prices(winner))
             if asked_about:
                 why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
                 answer = replace(answer, absence=why)

@@ -12,13 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import FITS, NO, Certainty, certainty, load_cluster, packaged_model
-from spbench.bench.measurement import Outcome
+from spbench.bench.measure import load_cluster, packaged_model
 from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
 from spbench.bench.tools.choose.candidates import Candidate, kind_of_layout
-from spbench.bench.tools.choose.fit_verdict import CardMemory, card_memory
+from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
-from spbench.bench.tools.choose.look import NEEDED, Depth, looks
+from spbench.bench.tools.choose.look import Depth, looks
 from spbench.bench.tools.choose.question import Question
 from spbench.impls import PLUS, model_preset
 
@@ -33,18 +32,15 @@ IN_BLOCKS = "in_blocks_s"
 TOSS = 1.02
 
 
-@dataclass
-class Seen:
-    """A traced cell, with the outcome of the closest look at it so far, and the depth of that look."""
+@dataclass(frozen=True)
+class Seen(Verdict):
+    """The verdict on a cell of a search, by the closest look at the cell so far.
 
-    cell: Cell
-    outcome: Outcome
-    depth: Depth
+    Attributes:
+        depth: the depth of that look.
+    """
 
-    @property
-    def measured(self) -> Mapping[str, Any]:
-        """The measurement as a mapping, as in a row."""
-        return self.outcome.measurement
+    depth: Depth = "all_layers"
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -52,20 +48,15 @@ class Seen:
         return kind_of_layout(self.cell.strategy, self.cell.mesh_sizes)
 
     @property
-    def fits(self) -> bool:
-        """Whether the cell fits its card."""
-        return self.outcome.status == "ok"
-
-    @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        seconds: float = self.measured["step_time_s"]
+        seconds: float = self.measurement["step_time_s"]
         return seconds
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of each part of a step, by name."""
-        return {**self.measured["breakdown"], **self.measured["parts"]}
+        return {**self.measurement["breakdown"], **self.measurement["parts"]}
 
     @property
     def uncharged_s(self) -> float:
@@ -75,24 +66,13 @@ class Seen:
     @property
     def peak(self) -> int:
         """Allocated bytes of the fullest rank at its peak."""
-        nbytes: int = self.measured["peak_memory_bytes"]
+        nbytes: int = self.measurement["peak_memory_bytes"]
         return nbytes
-
-    @property
-    def memory(self) -> CardMemory:
-        """The memory that a card must have for the cell; approximate if few layers were traced."""
-        needed = self.measured.get("meters", {}).get(NEEDED, {})
-        return card_memory(self.cell, self.measured, needed.get("tensors_bytes", self.peak))
 
     @property
     def is_full(self) -> bool:
         """Whether the cell leaves too little of its card to be sure that it fits (docs/trust.md)."""
         return self.memory.spare_bytes < SPARE * self.memory.card_bytes
-
-    @property
-    def certainty(self) -> Certainty:
-        """The verdict whether the cell surely fits; see :mod:`measure.trust.fit_certainty`."""
-        return (self.fits and certainty(self.cell, self.measured)) or Certainty(FITS if self.fits else NO)
 
     @property
     def exact(self) -> bool:
@@ -142,7 +122,7 @@ def tie_limit(best: Sequence[Seen]) -> float:
     Args:
         best: layouts that fit, the fastest first.
     """
-    return packaged_model().tie(best[0].measured["rates"]) if best else 1.0
+    return packaged_model().tie(best[0].measurement["rates"]) if best else 1.0
 
 
 def is_tie(seen: Seen, best: Sequence[Seen]) -> bool:
@@ -236,7 +216,7 @@ class LookedAt:
                 if depth == "all_layers" and (few := self.seen.get(cell.key)):
                     ratio = outcome.measurement["step_time_s"] / few.step_s
                     self._longer.setdefault(cell.strategy, []).append(ratio)
-                self.seen[cell.key] = Seen(cell, outcome, depth)
+                self.seen[cell.key] = Seen(cell, outcome.measurement, depth=depth)
                 seen.append(self.seen[cell.key])
         return seen
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.candidates import Candidate, candidates, promising
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Layout, Refused, Way, backend_settings
@@ -236,12 +235,12 @@ def test_candidates_of_the_other_strategy_wait_no_longer() -> None:
 
 def test_a_layout_is_named_by_one_of_both_strategies() -> None:
     cell = asked(4).cell
-    outcome = Outcome("ok", measurement={"step_time_s": 1.0, "peak_memory_bytes": 2})
+    measured = {"status": "ok", "step_time_s": 1.0, "peak_memory_bytes": 2}
     cells = [
         cell.model_copy(update={"strategy": name, "sizes": cell.sizes.model_copy(update={"tp": tp})})
         for name, tp in (("megatron_sp", 2), ("odysseus", 2), ("odysseus", 4))
     ]
-    kept = same().without([Seen(each, outcome, "few_layers") for each in cells])
+    kept = same().without([Seen(each, measured, depth="few_layers") for each in cells])
     assert [(each.cell.strategy, each.cell.sizes.tp) for each in kept] == [
         ("megatron_sp", 2),
         ("odysseus", 4),

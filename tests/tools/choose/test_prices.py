@@ -111,10 +111,10 @@ def test_each_other_setting_has_words(options: dict[str, Any]) -> None:
 def lightened(cell: Cell) -> Cell:
     """What is named in place of a layout, the only one that was looked at."""
     answers: Any = Answers(made_up)
-    so_far = LookedAt(asked(8), answers)
+    so_far = WholeLooks(asked(8), answers)
     ((_, outcome),) = answers([Task(cell, look)])
-    so_far.seen[cell.key] = Seen(cell, outcome, "few_layers")
-    WholeLooks(so_far).run()
+    so_far.seen[cell.key] = Seen(cell, outcome.measurement, depth="few_layers")
+    so_far.look_whole()
     return ranked(so_far.best_layouts())[0].cell
 
 
@@ -142,7 +142,7 @@ def check(answer: Advice) -> int:
     texts = []
     for price in answer.prices:
         status, step_s, nbytes = by_run(price.changed.cell)
-        assert price.changed.outcome.status == status
+        assert price.changed.measurement["status"] == status
         sign, ratio, more = 1 if price.used else -1, step_s / own_s, nbytes - own_bytes
         assert price.ratio == pytest.approx(ratio**-sign, rel=1e-6)
         assert price.saved_bytes == pytest.approx(sign * more, abs=1e-4 * own_bytes)

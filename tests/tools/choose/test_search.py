@@ -271,7 +271,7 @@ def test_what_cannot_be_run_is_counted_with_its_reason(monkeypatch: pytest.Monke
 
 def test_a_layout_that_fits_is_one_whose_outcome_is_ok() -> None:
     cell = next(iter(every())).cell(question().cell)
-    assert not Seen(cell, Outcome("oom", measurement={"peak_memory_bytes": 1}), "few_layers").fits
+    assert not Seen(cell, {"status": "oom", "peak_memory_bytes": 1}, depth="few_layers").fits
 
 
 def test_an_update_on_the_host_has_its_price() -> None:
