@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line.output import records
 from spbench.bench.measure import (
     ATTENTION,
     load_cluster,
@@ -16,7 +17,7 @@ from spbench.bench.measure import (
     priced_by_in_words,
     written,
 )
-from spbench.bench.tools.choose.fit_verdict import words
+from spbench.bench.tools.choose.fit_verdict import columns, words
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
@@ -32,6 +33,7 @@ from spbench.bench.tools.choose.ranking import (
     stands_for,
     tie_limit,
 )
+from spbench.bench.tools.choose.subject import micro_batch_of
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.units import GIB, shown_price
@@ -106,42 +108,24 @@ class Advice:
 
     def records(self) -> list[dict[str, Any]]:
         """One mapping of plain data for each named layout, the best first."""
-        return [self._record(rank, seen) for rank, seen in enumerate(self.ranked, start=1)]
-
-    def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
-        cell, measured = seen.cell, seen.banded
-        step, breakdown = seen.step_s, measured["breakdown"]
-        memory = {name: getattr(seen.memory, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
-        return {
-            "rank": rank,
-            "yours": seen is self.result.own,
-            "tie": self.is_tie(seen) and sum(map(self.is_tie, self.result.best)) > 1,
-            "strategy": cell.strategy,
-            "mesh": cell.mesh_text,
-            "backend": cell.training.backend,
-            "micro_batch": cell.shape[0] // (cell.sizes.dp * cell.training.micro_batches),
-            "settings": written(settings_beside(self.question.cell, cell)),
-            "attention": model_preset(*cell.model_arguments).attention_kernel,
-            "step_time_s": step,
-            "behind": step / self.result.best[0].step_s - 1,
-            "step_time_low_s": measured.get("step_time_low_s"),
-            "step_time_high_s": measured.get("step_time_high_s"),
-            "tokens_per_s": measured["tokens_per_s"],
-            "mfu": measured["mfu"],
-            "peak_memory_bytes": seen.peak,
-            **memory,
-            "verdict": seen.certainty.word,
-            "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
-            "exposed_communication": breakdown["exposed_communication_s"] / step,
-            "bubble": breakdown["bubble_s"] / step,
-            "bound": measured["bound"],
-            "rates": measured["rates"],
-            "priced_by": measured.get("priced_by") or [],
-            "compute_floor_s": compute_floor_s(measured),
-            "links_floor_s": links_floor_s(cell, measured),
-            "traced": "whole" if seen.exact else "with few layers",
-            "cell": cell.key,
-        }
+        best = self.result.best
+        ties = sum(map(self.is_tie, best)) > 1
+        every = columns(
+            "layout",
+            yours=lambda seen: seen is self.result.own,
+            tie=lambda seen: ties and self.is_tie(seen),
+            micro_batch=lambda seen: micro_batch_of(seen.cell),
+            settings=lambda seen: written(settings_beside(self.question.cell, seen.cell)),
+            attention=lambda seen: model_preset(*seen.cell.model_arguments).attention_kernel,
+            behind=lambda seen: seen.step_s / best[0].step_s - 1,
+            sent_bytes=lambda seen: sum(row["sent_bytes"] for row in seen.measurement["formula"]),
+            exposed_communication=lambda seen: seen.parts["exposed_communication_s"] / seen.step_s,
+            bubble=lambda seen: seen.parts["bubble_s"] / seen.step_s,
+            priced_by=lambda seen: seen.measurement.get("priced_by") or [],
+            compute_floor_s=lambda seen: compute_floor_s(seen.measurement),
+            links_floor_s=lambda seen: links_floor_s(seen.cell, seen.measurement),
+        )
+        return [{"rank": rank, **each} for rank, each in enumerate(records(every, self.ranked), start=1)]
 
     def fullness(self) -> str:
         """A warning if the winner is too full or tight, with the first tie that is not too full; else ""."""

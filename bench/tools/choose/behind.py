@@ -10,6 +10,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.choose.advice import Advice, beside_in_words, causes_in_words
+from spbench.bench.tools.choose.fit_verdict import record
 from spbench.bench.tools.choose.ranking import NAMED, Seen
 from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
@@ -111,12 +112,7 @@ def own_content(answer: Advice) -> dict[str, Any] | None:
     if own is None:
         return None
     return {
-        "strategy": own.cell.strategy,
-        "mesh": own.cell.mesh_text,
-        "backend": own.cell.training.backend,
-        "step_time_s": own.step_s,
-        "fits": own.fits,
-        **{name: getattr(own.memory, name) for name in ("total_bytes", "spare_bytes")},
+        **record("own", own),
         "words": [*own_in_words(answer)],
         "changes": [
             {"strategy": seen.cell.strategy, "mesh": seen.cell.mesh_text, **asdict(changes)}

@@ -79,6 +79,11 @@ class Seen(Verdict):
         """Whether all layers were traced, as in `spbench run`, and not only few."""
         return self.depth == "all_layers"
 
+    @property
+    def traced(self) -> str:
+        """In words, how much of the cell was traced."""
+        return "whole" if self.exact else "with few layers"
+
     def __str__(self) -> str:
         return f"{self.cell.strategy} {self.cell.mesh_text}"
 

@@ -121,11 +121,6 @@ class Price:
     saved_bytes: int
     changed: Seen
 
-    def content(self) -> dict[str, Any]:
-        """The price as a record for programs, with the key of the changed cell for `spbench run`."""
-        numbers = {name: getattr(self, name) for name in ("settings", "used", "ratio", "saved_bytes")}
-        return {**numbers, "changed_fits": self.changed.fits, "changed_cell": self.changed.cell.key}
-
 
 def price(settings: str, used: bool, layout: Seen, changed_layout: Seen) -> Price:
     """The price of a setting, from looks at a layout and at the layout with that setting changed."""

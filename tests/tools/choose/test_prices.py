@@ -21,7 +21,7 @@ from spbench.bench.tools.choose.asking import Asking, Task
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.look import look
 from spbench.bench.tools.choose.question import question
-from spbench.bench.tools.choose.ranking import LookedAt, SearchResult, Seen, ranked
+from spbench.bench.tools.choose.ranking import SearchResult, Seen, ranked
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, other_settings, without_switches
 from tests.bench.hosts import CrewHere
@@ -189,9 +189,9 @@ def test_prices_are_what_runs_show(case: str, monkeypatch: pytest.MonkeyPatch, k
     settings |= dotted("model_options", options) | dotted("training", training)
     cell = changed(about.cell, settings)
     with Asking() as here:
-        so_far = LookedAt(about, here)
+        so_far = WholeLooks(about, here)
         (layout,) = so_far.looked_at([cell], "all_layers")
-        prices = WholeLooks(so_far).prices(layout)
+        prices = so_far.prices(layout)
     assert check(Advice(about, SearchResult(best=[layout], of_strategies=[layout]), prices=prices)) > 0
 
 
