@@ -41,7 +41,6 @@ from spbench.bench.tools.choose.ranking import (
     SearchResult,
     Seen,
     complexity,
-    has_experts,
     ranked,
     tie_limit,
 )
@@ -151,16 +150,14 @@ class Search(WholeLooks):
     def _few_layers(self, waiting: Waiting) -> None:
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
-        # layouts with experts take long to trace, so traces of all parts of a strategy are enough
-        told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
         while patience > 0 and (batch := self._next(waiting)):
-            again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
+            again = [each for each in batch if self.learned.knows(each.strategy)]
             self._look(batch)
             if self.same.replaced:  # leave out candidates whose steps are those of another strategy
                 others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
                 self.result.counts[SAME_STEP] += others
             if best := self.best_layouts():
-                patience -= again
+                patience -= sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in again)
                 sum_s = sum(seen.step_s for seen in best[:BEST])
                 if len(best) < BEST or sum_s * _GAIN < best_s:
                     best_s, patience = sum_s, _PATIENCE
@@ -195,9 +192,7 @@ class Search(WholeLooks):
                 # any
                 if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
                     continue
-                if begun & (parts := self.learned.unsettled_parts(name)):
-                    continue  # one trace of the unsettled part is enough for now
-                begun |= {name, *parts}
+                begun.add(name)
             begun.add(way)
             chosen[at] = candidate
         waiting.take(chosen)
