@@ -111,7 +111,7 @@ class Verdict:
         """The card's bytes and those that the fullest ranks need, or a guess if not all layers were
         traced."""
         of_allocator = (self.measurement.get("meters") or {}).get(ANATOMY, {})
-        needed = of_allocator.get("least_usable_bytes", self.measurement["peak_memory_bytes"])
+        needed = of_allocator.get("least_usable_bytes") or self.measurement["peak_memory_bytes"]
         return card_memory(self.cell, self.measurement, needed)
 
     @property
