@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure import TIGHT
 from spbench.bench.measure import given as settings_given
-from spbench.bench.tools.choose.advice import Advice, scenario_text
+from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked, is_figure, swept_figures
-from spbench.bench.tools.choose.behind import NOTHING, own_content, own_in_words, turns, varying
 from spbench.bench.tools.choose.fit_verdict import columns, record
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.possible import left_out_by_length, spelled
@@ -26,6 +26,7 @@ from spbench.bench.tools.choose.ranking import simpler
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import GIB, three_digits
+from spbench.bench.yaml_text import dump
 from spbench.impls import PLUS
 
 #: the most lines for --why, and the most costs of simpler layouts, unless --details asks for all
@@ -89,6 +90,15 @@ def report(
     return Output(sections, content, table, notes=notes, files=files, details=details)
 
 
+def scenario_text(cells: Sequence[Cell], title: str) -> str:
+    """The text of a scenario file with these cells, for `spbench run`, `verify`, `trace` and `fit`."""
+    left_out = {"engine", "timing", "model_config_json"}
+    groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
+    for group in groups:
+        group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
+    return dump({"title": title, "groups": groups})
+
+
 def _drawn(answers: Sequence[Advice], path: Path) -> Path:
     """Draw the layouts of one answer, or a map of several answers; returns the file."""
     from spbench.plots.fit_and_advise import draw_advice, draw_layouts
@@ -116,6 +126,60 @@ def _map(answers: Sequence[Advice]) -> Table:
         for answer in answers
     ]
     return Table.of("Which layout where", every, points)
+
+
+#: fields that can vary from answer to answer, and their names for people
+AXES = {"seq_len": "length", "gpus": "GPUs", "figures": "figure"}
+NOTHING = "nothing fits"
+
+Point = Mapping[str, Any]
+
+
+def varying(points: Sequence[Point]) -> list[str]:
+    """The fields of :data:`AXES` in which answers differ; the first is the horizontal axis of a map.
+
+    Raises:
+        UserError: answers differ in more than two fields, so that no map can show them.
+    """
+    names = [name for name in AXES if len({point[name] for point in points}) > 1]
+    if len(names) > 2:
+        raise UserError("give several --gpus, several --seq-len or a range of a figure: two of these at most")
+    return names
+
+
+def turns(points: Sequence[Point]) -> Iterator[str]:
+    """A line for each value of the second varying field: which strategy wins from where to where, and ties.
+
+    Args:
+        points: with ``gpus``, ``seq_len``, ``figures``, ``strategy`` ("" where nothing fits) and ``tie``, in
+            the order that they were asked in.
+    """
+    names = varying(points)
+    if not names:
+        return
+    along, others = names[0], names[1:]
+    for value in dict.fromkeys(tuple(point[name] for name in others) for point in points):
+        row = [point for point in points if tuple(point[name] for name in others) == value]
+        head = "".join(f"{shown_value(name, n)}: " for name, n in zip(others, value, strict=True))
+        runs = [[*run] for _, run in groupby(row, lambda point: str(point["strategy"]))]
+        winners = [f"{run[0]['strategy'] or NOTHING} {_where(along, run, run is runs[-1])}" for run in runs]
+        ties = ", ".join(shown_value(along, point[along]) for point in row if point["tie"])
+        yield head + ", ".join(winners) + (f"; a tie with another strategy at {ties}" if ties else "")
+
+
+def _where(along: str, run: Sequence[Point], last: bool) -> str:
+    first = shown_value(along, run[0][along])
+    if last and len(run) > 1:
+        return f"from {first} on"
+    return f"at {first}" if len(run) == 1 else f"from {first} to {shown_value(along, run[-1][along])}"
+
+
+def shown_value(name: str, value: Any) -> str:
+    """A value of one of :data:`AXES` as people write it."""
+    if name == "figures":
+        return str(value) or "as it is"
+    text = next((f"{value // n}{s}" for s, n in (("M", 2**20), ("K", 2**10)) if value % n == 0), str(value))
+    return text if name == "seq_len" else f"{value} GPUs"
 
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:

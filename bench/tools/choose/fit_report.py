@@ -96,7 +96,7 @@ def _verdict_lines(answer: Fitting) -> list[str]:
     """Lines on the fullest cell: whether it fits and by how much, why that is unsure, and its peak."""
     fullest = answer.fullest
     because = [f"tight, as {reason}" for reason in filter(None, [fullest.certainty.reason])]
-    return [str(fullest), *because, fullest.peak(answer.subject.job)]
+    return [str(fullest), *because, fullest.peak_line(answer.subject.job)]
 
 
 # -- what is there -------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Verdict:
             return f"fits: no, {self.measurement['reason']}"
         return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}"
 
-    def peak(self, program: str = "") -> str:
+    def peak_line(self, program: str = "") -> str:
         """The second line of an answer: the fullest ranks, the moment of their peak, and its largest parts.
 
         Args:

@@ -32,15 +32,15 @@ from spbench.bench.tools.choose.candidates import (
 )
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Way, things_to_set
-from spbench.bench.tools.choose.learned import UNKNOWN, Learned, Waiting
+from spbench.bench.tools.choose.learned import SAME_STEP, UNKNOWN, Waiting
 from spbench.bench.tools.choose.possible import absence, why_impossible
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
     NAMED,
-    SAME_STEP,
     SearchResult,
     Seen,
     complexity,
+    has_experts,
     ranked,
     tie_limit,
 )
@@ -82,7 +82,7 @@ class Search(WholeLooks):
         #: no layout with more estimated bytes is traced; corrected estimates must be at most
         #: :attr:`most_bytes`
         self.too_large = FAR_TOO_LARGE * self.usable
-        self.every, self.bar, self.learned = list[Candidate](), Bar(), Learned()
+        self.every, self.bar = list[Candidate](), Bar()
         #: the candidates of each layout, by the layout's id, the fastest by the estimate first
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
         self._roomy = set[str]()  # strategies with a layout that probably fits
@@ -150,11 +150,13 @@ class Search(WholeLooks):
     def _few_layers(self, waiting: Waiting) -> None:
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
+        # layouts with experts take long to trace, so traces of all parts of a strategy are enough
+        told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
         while patience > 0 and (batch := self._next(waiting)):
-            again = [each for each in batch if self.learned.knows(each.strategy)]
+            again = [each for each in batch if told(each.strategy)]
             self._look(batch)
-            if self.same.replaced:  # leave out candidates whose steps are those of another strategy
-                others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
+            if self.learned.replaced:  # leave out candidates whose steps are those of another strategy
+                others = waiting.leave_out(lambda strategy: self.learned.instead(strategy) != strategy)
                 self.result.counts[SAME_STEP] += others
             if best := self.best_layouts():
                 patience -= sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in again)
@@ -192,7 +194,9 @@ class Search(WholeLooks):
                 # any
                 if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
                     continue
-                begun.add(name)
+                if begun & (parts := self.learned.unsettled_parts(name)):
+                    continue  # one trace of the unsettled part is enough for now
+                begun |= {name, *parts}
             begun.add(way)
             chosen[at] = candidate
         waiting.take(chosen)
@@ -229,9 +233,7 @@ class Search(WholeLooks):
         cells = [candidate.cell(self.question.cell) for candidate in chosen]
         candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
         for seen in self.looked_at(cells, "few_layers"):
-            traced = candidate_of[seen.cell.key], seen.step_s, seen.peak
-            self.learned.add(*traced)
-            self.same.add(*traced)
+            self.learned.add(candidate_of[seen.cell.key], seen.step_s, seen.peak)
         self.learned.fit()
 
     # -- beside the best -----------------------------------------------------------------------------
@@ -260,7 +262,7 @@ class Search(WholeLooks):
 
     def _conclude(self) -> None:
         result, fitting = self.result, self.fitting()
-        result.traced, result.same = [*self.seen.values()], self.same.replaced
+        result.traced, result.same = [*self.seen.values()], self.learned.replaced
         result.best = self.best_layouts()
         result.of_strategies = self.best_strategies()
         if not fitting and self.seen:

@@ -12,11 +12,10 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.command_line.output import Table, View
 from spbench.bench.errors import UserError
 from spbench.bench.measure.trust.bands import packaged_model
-from spbench.bench.tools.choose.advice import Advice, settings_beside
-from spbench.bench.tools.choose.advise_report import report
-from spbench.bench.tools.choose.behind import turns, varying
+from spbench.bench.tools.choose.advice import Advice
+from spbench.bench.tools.choose.advise_report import report, turns, varying
 from spbench.bench.tools.choose.possible import Absence
-from spbench.bench.tools.choose.ranking import NAMED, SearchResult, Seen, complexity, simpler
+from spbench.bench.tools.choose.ranking import NAMED, SearchResult, Seen, complexity, settings_beside, simpler
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.tools.choose.whole_looks import price as price_of
 from tests.grid import tabled

@@ -15,7 +15,7 @@ from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Layout, Refused, Way, backend_settings
 from spbench.bench.tools.choose.learned import Learned, Waiting
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.ranking import SameSteps, Seen
+from spbench.bench.tools.choose.ranking import Seen
 from spbench.bench.tools.choose.references import BackendFigures, Depths, as_text, has_stages
 from tests.tools.choose.questions import REFERENCES, SAVINGS, asked
 
@@ -96,6 +96,17 @@ def test_what_cannot_be_told_from_a_way_counts_as_unknown() -> None:
     assert learned.bounds(unknown).least_s > 0.93 * unknown.estimated_s
 
 
+def test_a_strategy_of_traced_parts_takes_hardly_less_than_the_slower_one() -> None:
+    every = of(asked(16, only=["ulysses", "ring_attention", "ulysses+ring_attention", "zero3"]))
+    first = {c.strategy: c for c in reversed(every)}
+    nested, learned = first["ulysses+ring_attention"], Learned()
+    for strategy, times, least in (("ulysses", 1.0, 1 / 1.6), ("ring_attention", 1.5, 1.5 / 1.15)):
+        learned.add(first[strategy], times * first[strategy].estimated_s, 0.0)
+        learned.fit()
+        (bound,) = learned.bounds(Waiting([nested])).least_s
+        assert least <= bound / nested.estimated_s <= times
+
+
 def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,12 +167,13 @@ def candidate(strategy: str, **axes: int) -> Candidate:
     return Candidate(layout, {}, {"backend": "zero3"}, {}, "zero3", "", 1.0, 2.0, 1.0)
 
 
-def same(second: float = 1.0, nbytes: float = 2.0) -> SameSteps:
+def same(second: float = 1.0, nbytes: float = 2.0) -> Learned:
     """What two strategies on two meshes teach, where one differs on the second."""
-    steps = SameSteps()
+    steps = Learned()
     for axes, took, held in (({"tp": 2}, 1.0, 2.0), ({"tp": 4}, second, nbytes)):
         steps.add(candidate("megatron_sp", **axes), 1.0, 2.0)
         steps.add(candidate("odysseus", **axes), took, held)
+    steps.fit()
     return steps
 
 
@@ -177,17 +189,16 @@ def test_two_meshes_alike_make_one_strategy_stand_for_both() -> None:
     [
         (same(second=1.01), []),  # another time, or other bytes, on one mesh
         (same(nbytes=2.02), []),
-        (SameSteps(), [("megatron_sp", {"tp": 2}, 1.0), ("odysseus", {"tp": 2}, 1.0)]),  # one mesh alone
+        (Learned(), [("megatron_sp", {"tp": 2}, 1.0), ("odysseus", {"tp": 2}, 1.0)]),  # one mesh alone
         (same(), [("megatron_sp", {"tp": 8}, 1.0), ("odysseus", {"tp": 8}, 1.1)]),  # one difference ends it
         # strategies that differ in two parts
-        (SameSteps(), [(s, {"tp": 2, "sp": n}, 1.0) for s in UNLIKE for n in (2, 4)]),
+        (Learned(), [(s, {"tp": 2, "sp": n}, 1.0) for s in UNLIKE for n in (2, 4)]),
     ],
 )
-def test_other_steps_stand_for_none(
-    steps: SameSteps, further: list[tuple[str, dict[str, int], float]]
-) -> None:
+def test_other_steps_stand_for_none(steps: Learned, further: list[tuple[str, dict[str, int], float]]) -> None:
     for strategy, axes, seconds in further:
         steps.add(candidate(strategy, **axes), seconds, 2.0)
+    steps.fit()
     assert steps.replaced == {}
 
 
@@ -206,7 +217,7 @@ def test_a_layout_is_named_by_one_of_both_strategies() -> None:
         cell.model_copy(update={"strategy": name, "sizes": cell.sizes.model_copy(update={"tp": tp})})
         for name, tp in (("megatron_sp", 2), ("odysseus", 2), ("odysseus", 4))
     ]
-    kept = same().without([Seen(each, measured, depth="few_layers") for each in cells])
+    kept = same().without_same([Seen(each, measured, depth="few_layers") for each in cells])
     assert [(each.cell.strategy, each.cell.sizes.tp) for each in kept] == [
         ("megatron_sp", 2),
         ("odysseus", 4),

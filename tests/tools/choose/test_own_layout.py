@@ -13,10 +13,9 @@ from spbench.bench.cell import TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.choices import names
 from spbench.bench.tools.choose import asking
-from spbench.bench.tools.choose.advice import Advice
+from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking
-from spbench.bench.tools.choose.behind import own_content, own_in_words
 from spbench.bench.tools.choose.layout_search import Search
 from spbench.bench.tools.choose.layouts import backend_settings
 from spbench.bench.tools.choose.question import Question, question

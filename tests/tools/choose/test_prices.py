@@ -14,14 +14,14 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.tools.choose import asking as module
-from spbench.bench.tools.choose.advice import Advice, compute_floor_s, links_floor_s
+from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.advise_report import report
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Task
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.look import look
 from spbench.bench.tools.choose.question import question
-from spbench.bench.tools.choose.ranking import SearchResult, Seen, ranked
+from spbench.bench.tools.choose.ranking import SearchResult, Seen, compute_floor_s, links_floor_s, ranked
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, other_settings, without_switches
 from tests.bench.hosts import CrewHere

@@ -21,10 +21,9 @@ from spbench.bench.tools.choose.candidates import SLOWER, Candidate, candidates
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layout_search import BEST, Search
 from spbench.bench.tools.choose.layouts import Refused
-from spbench.bench.tools.choose.learned import Bounds, Learned, Waiting
+from spbench.bench.tools.choose.learned import SAME_STEP, Bounds, Learned, Waiting
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
-    SAME_STEP,
     TOSS,
     SearchResult,
     Seen,
