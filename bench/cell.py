@@ -19,43 +19,17 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.setting_values import (
-    MOST_POSITIONS,
-    MOST_RANKS,
-    MOST_STEPS,
-    VARIABLES,
-    Count,
-    Program,
-    Ranks,
-    Repeats,
-    Seconds,
-    checked,
-    names_a_file,
-    read_model_file,
-    with_documents,
-    with_suffix,
-)
+from spbench import impls
+from spbench.bench import setting_values
 from spbench.bench.yaml_files import StrictModel
-from spbench.impls import (
-    DEFAULT_BACKEND,
-    FOLDED_AXES,
-    MESH_AXES,
-    backend_defaults,
-    check_folds,
-    given_folds,
-    in_order,
-    nesting,
-    ranks_along,
-    spelled,
-)
 
 
 class _UsualSizes(StrictModel):
-    dp: Ranks = 1
-    pp: Ranks = 1
-    cp: Ranks = 1
-    tp: Ranks = 1
-    sp: Ranks = 1
+    dp: setting_values.Ranks = 1
+    pp: setting_values.Ranks = 1
+    cp: setting_values.Ranks = 1
+    tp: setting_values.Ranks = 1
+    sp: setting_values.Ranks = 1
 
 
 class Sizes(_UsualSizes):
@@ -63,48 +37,52 @@ class Sizes(_UsualSizes):
     all. ``ep`` and ``etp`` divide the same ranks of each stage again (:mod:`spbench.impls.folding`)."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Ranks] = Field(init=False)
+    __pydantic_extra__: dict[str, setting_values.Ranks] = Field(init=False)
 
     @model_validator(mode="before")
     @classmethod
     def _check_axes(cls, content: Any) -> Any:
         if isinstance(content, Mapping):
-            known = *FOLDED_AXES, *MESH_AXES
+            known = *impls.FOLDED_AXES, *impls.MESH_AXES
             # the axes of strategies are looked up last, because that imports all strategies
             _UsualSizes.model_validate({axis: n for axis, n in content.items() if axis not in known})
-            return {axis: n for axis, n in content.items() if axis not in FOLDED_AXES or n != 1}
+            return {axis: n for axis, n in content.items() if axis not in impls.FOLDED_AXES or n != 1}
         return content
 
     @model_validator(mode="after")
     def _check_world(self) -> Sizes:
-        check_folds(self.by_axis)
-        if self.world > MOST_RANKS:
-            raise ValueError(f"{self} are {self.world} ranks; there can be {MOST_RANKS} at most")
+        impls.check_folds(self.by_axis)
+        if self.world > setting_values.MOST_RANKS:
+            raise ValueError(
+                f"{self} are {self.world} ranks; there can be {setting_values.MOST_RANKS} at most"
+            )
         return self
 
     @property
     def by_axis(self) -> dict[str, int]:
         """The number of ranks along every axis, in the default order, then along folded axes of more than one
         rank; :attr:`Cell.mesh_sizes` has a cell's own order."""
-        return {axis: getattr(self, axis, 1) for axis in MESH_AXES} | given_folds(self.__pydantic_extra__)
+        return {axis: getattr(self, axis, 1) for axis in impls.MESH_AXES} | impls.given_folds(
+            self.__pydantic_extra__
+        )
 
     @property
     def world(self) -> int:
         """The number of all ranks."""
-        return ranks_along(MESH_AXES, self.by_axis)
+        return impls.ranks_along(impls.MESH_AXES, self.by_axis)
 
     def __str__(self) -> str:
-        return spelled(self.by_axis)
+        return impls.spelled(self.by_axis)
 
 
 def strategy_axes(strategy: str) -> list[str]:
     """The names of the axes of a strategy, or of a combination of strategies (:func:`nesting`)."""
-    return list(nesting(strategy).axes)
+    return list(impls.nesting(strategy).axes)
 
 
 def requirements(strategy: str) -> list[str]:
     """The Python distributions that a strategy or combination requires; only peers require any."""
-    return list(nesting(strategy).requires)
+    return list(impls.nesting(strategy).requires)
 
 
 class TrainingOptions(BaseModel):
@@ -138,15 +116,15 @@ class TrainingOptions(BaseModel):
 
     step: Literal["training", "inference"] = "training"
     moments: Literal["kept", "later"] = "kept"
-    backend: str = DEFAULT_BACKEND
+    backend: str = impls.DEFAULT_BACKEND
     batch_on_device: Literal["part", "whole"] = "part"
-    micro_batches: Repeats = 1
+    micro_batches: setting_values.Repeats = 1
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
-    virtual_stages: Repeats = 1
+    virtual_stages: setting_values.Repeats = 1
     stage_layers: list[NonNegativeInt] | None = None
-    microbatch_group_size: Repeats | None = None
+    microbatch_group_size: setting_values.Repeats | None = None
     overlap_p2p_communication: bool = False
-    steps: Repeats = 1
+    steps: setting_values.Repeats = 1
     cublas_workspace: str | None = None
     cuda_alloc_conf: str | None = None
     alloc_retries: bool = True
@@ -162,17 +140,17 @@ class TrainingOptions(BaseModel):
                 raise ValueError(f"{name} is for schedule: interleaved; leave it out, or set that")
         return self
 
-    @field_validator(*VARIABLES)
+    @field_validator(*setting_values.VARIABLES)
     @classmethod
     def _check_variables(cls, value: str | None, info: ValidationInfo) -> str | None:
         assert info.field_name is not None
-        return checked(info.field_name, value)
+        return setting_values.checked(info.field_name, value)
 
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:
         """Remove options of the backend that have their default values, so that equal cells have one key."""
         given = self.__pydantic_extra__ or {}
-        for name, default in backend_defaults(self.backend).items() if given else ():
+        for name, default in impls.backend_defaults(self.backend).items() if given else ():
             if name in given and given[name] == default and type(given[name]) is type(default):
                 del given[name]
         return self
@@ -192,16 +170,16 @@ class SearchRequest(StrictModel):
     """
 
     quantity: str
-    step: Count = 1
-    limit: Count = 2**22
+    step: setting_values.Count = 1
+    limit: setting_values.Count = 2**22
     timed: bool = False
 
 
 class Timing(StrictModel):
     """The numbers of steps that the distributed engine runs before timing and with timing."""
 
-    warmup: int = Field(default=2, ge=0, le=MOST_STEPS)
-    samples: Repeats = 5
+    warmup: int = Field(default=2, ge=0, le=setting_values.MOST_STEPS)
+    samples: setting_values.Repeats = 5
 
 
 class Learning(StrictModel):
@@ -211,9 +189,9 @@ class Learning(StrictModel):
     Weights and data depend on ``seed``; ``deviation`` is the standard deviation of the initial matrices.
     """
 
-    steps: Repeats
+    steps: setting_values.Repeats
     learning_rate: PositiveFloat = 1e-3
-    warmup: int = Field(default=0, ge=0, le=MOST_STEPS)
+    warmup: int = Field(default=0, ge=0, le=setting_values.MOST_STEPS)
     seed: int = Field(default=1, ge=-(2**63), lt=2**63)
     deviation: PositiveFloat = 0.02
 
@@ -223,7 +201,10 @@ def _with_sizes(content: Any) -> Any:
     if not isinstance(content, Mapping):
         return content
     options = {name: content[name] for name in _OF_OPTIONS if isinstance(content.get(name), Mapping)}
-    return {**content, **{name: {k: with_suffix(v) for k, v in o.items()} for name, o in options.items()}}
+    return {
+        **content,
+        **{name: {k: setting_values.with_suffix(v) for k, v in o.items()} for name, o in options.items()},
+    }
 
 
 #: the sections of a cell whose values the model, the strategy or the backend checks
@@ -252,8 +233,8 @@ class Cell(StrictModel):
     strategy: str
     sizes: Sizes = Sizes()
     mesh: list[str] | None = None
-    batch: Count | None = None
-    seq_len: Count | None = None
+    batch: setting_values.Count | None = None
+    seq_len: setting_values.Count | None = None
     cluster: str = "local"
     engine: str = "virtual"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -266,20 +247,20 @@ class Cell(StrictModel):
     search: SearchRequest | None = None
     learning: Learning | None = None
     meters: list[str] = []
-    program: Program = ""
+    program: setting_values.Program = ""
     variant: str = ""
-    timeout_s: Seconds | None = Field(default=None, exclude=True)
+    timeout_s: setting_values.Seconds | None = Field(default=None, exclude=True)
 
     @model_validator(mode="before")
     @classmethod
     def _read_files(cls, content: Any) -> Any:
         """Read the model's file and the file of its documents, relative to the working directory, unless they
         were read before; turn sizes in options, such as ``max_positions: 8K``, into numbers."""
-        content = _with_sizes(with_documents(content))
+        content = _with_sizes(setting_values.with_documents(content))
         if isinstance(content, Mapping) and content.get("model_config_json") is None:
             model = content.get("model")
-            if isinstance(model, str) and names_a_file(model):
-                return {**content, "model_config_json": read_model_file(model)}
+            if isinstance(model, str) and setting_values.names_a_file(model):
+                return {**content, "model_config_json": setting_values.read_model_file(model)}
         return content
 
     @field_validator("mesh")
@@ -288,14 +269,14 @@ class Cell(StrictModel):
         """The order of the mesh's axes; None for the default order, so that equal cells have one key."""
         if order is None or "sizes" not in info.data:
             return None
-        in_order(info.data["sizes"].by_axis, order)
-        return None if order == sorted(order, key=MESH_AXES.index) else order
+        impls.in_order(info.data["sizes"].by_axis, order)
+        return None if order == sorted(order, key=impls.MESH_AXES.index) else order
 
     @model_validator(mode="after")
     def _check_together(self) -> Cell:
-        if (self.batch or 1) * (self.seq_len or 1) > MOST_POSITIONS:
+        if (self.batch or 1) * (self.seq_len or 1) > setting_values.MOST_POSITIONS:
             asked = f"batch {self.batch} of {self.seq_len} positions"
-            raise ValueError(f"{asked} are more than {MOST_POSITIONS} positions")
+            raise ValueError(f"{asked} are more than {setting_values.MOST_POSITIONS} positions")
         if self.precision != "bf16" and self.training.backend_options.get("exp_avg_dtype") == "bf16":
             raise ValueError("training.exp_avg_dtype: bf16 needs precision: bf16; leave one out")
         if self.precision in ("fp32", "fp64") and self.model_options.get("frozen_bits", 16) in (4, 8):
@@ -311,12 +292,12 @@ class Cell(StrictModel):
     @property
     def mesh_sizes(self) -> dict[str, int]:
         """The number of ranks along every axis of the mesh, from the slowest-varying axis to the fastest."""
-        return in_order(self.sizes.by_axis, self.mesh or MESH_AXES)
+        return impls.in_order(self.sizes.by_axis, self.mesh or impls.MESH_AXES)
 
     @property
     def mesh_text(self) -> str:
         """The axes of more than one rank in the mesh's order, with their ranks: "dp2xsp8"; or "1"."""
-        return spelled(self.mesh_sizes)
+        return impls.spelled(self.mesh_sizes)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields replaced, as pydantic's, except that the copy computes its own key."""

@@ -23,17 +23,8 @@ from typing import Any, TextIO
 
 import click
 
+from spbench.bench import errors, measure
 from spbench.bench.command_line.output import for_stream
-from spbench.bench.errors import (
-    MOST_SHOWN,
-    Interrupted,
-    UserError,
-    described,
-    one_line,
-    shortened,
-    shown,
-    suggestion,
-)
 from spbench.impls import DiscoveryError, FunctionModules, exits_refused, installed_version, place_of_error
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
@@ -88,7 +79,7 @@ class _Commands(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            ctx.fail(f"unknown command {shown(args[0])}{suggestion(args[0], COMMANDS.names())}")
+            ctx.fail(f"unknown command {errors.shown(args[0])}{errors.suggestion(args[0], COMMANDS.names())}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -132,11 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
     """Run a command line in a process that a launcher has started, and return the exit code; see
     :func:`run_launched`."""
-    from spbench.bench.measure import run_launched
-
     try:
-        return run_launched(lambda: exit_code(arguments))
-    except UserError as error:  # raised before the ranks have met
+        return measure.run_launched(lambda: exit_code(arguments))
+    except errors.UserError as error:  # raised before the ranks have met
         return _complain(str(error), 2, traced=True)
 
 
@@ -165,14 +154,14 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if isinstance(cause, BrokenPipeError):
             return 141
         return _complain(f"standard output: {cause.strerror}", 2, traced=True)
-    except (KeyboardInterrupt, click.Abort, Interrupted) as interrupt:
+    except (KeyboardInterrupt, click.Abort, errors.Interrupted) as interrupt:
         return _complain(str(interrupt) or "interrupted", 130)
     except click.ClickException as error:
         return _complain(_without_long_words(error.format_message(), arguments), 2)
-    except (UserError, DiscoveryError) as error:
+    except (errors.UserError, DiscoveryError) as error:
         return _complain(_without_long_words(str(error), arguments), 2, traced=True)
     except UnicodeEncodeError as error:
-        around = shown(error.object[max(0, error.start - 60) : error.end + 60])
+        around = errors.shown(error.object[max(0, error.start - 60) : error.end + 60])
         return _complain(f"{around} is no UTF-8; rename what has such a name", 2, traced=True)
     except MemoryError as error:
         return _complain(f"{_NO_MEMORY}: {error}".removesuffix(": "), 2, traced=True)
@@ -181,22 +170,26 @@ def exit_code(arguments: Sequence[str] | None) -> int:
             return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
         if isinstance(error, OSError) and error.filename is not None:
             doing = "cannot write " if error.errno in _OF_WRITING else ""
-            return _complain(f"{doing}{shortened(str(error.filename))}: {error.strerror}", 2, traced=True)
+            return _complain(
+                f"{doing}{errors.shortened(str(error.filename))}: {error.strerror}", 2, traced=True
+            )
         if at := place_of_error(error):
-            return _complain(f"{at}: {described(error)}", 2, traced=True)
-        return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
+            return _complain(f"{at}: {errors.described(error)}", 2, traced=True)
+        return _complain(
+            f"internal error: {errors.described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True
+        )
     except BaseException as error:  # SystemExit and the like, which no code of spbench raises
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         at = place_of_error(error) or f"{frame.f_code.co_filename}:{line}"
-        return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
+        return _complain(f"{at}: {errors.described(error)}; nothing is taken for done", 2, traced=True)
 
 
 def _without_long_words(text: str, arguments: Sequence[str] | None) -> str:
     """A message with its long words cut, because click repeats words of the command line in messages."""
     for word in sys.argv[1:] if arguments is None else arguments:
         for part in (word, word.partition("=")[2], " ".join(word.split())):
-            if len(part) > MOST_SHOWN:
-                text = text.replace(part, shortened(part)).replace(repr(part), shown(part))
+            if len(part) > errors.MOST_SHOWN:
+                text = text.replace(part, errors.shortened(part)).replace(repr(part), errors.shown(part))
     return text
 
 
@@ -213,7 +206,7 @@ def _fill_closed_streams() -> None:
 def _complain(text: str, code: int, *, traced: bool = False) -> int:
     if traced and os.environ.get("SPBENCH_DEBUG", "") not in ("", "0"):
         traceback.print_exc()
-    print(for_stream(f"spbench: {one_line(text)}", sys.stderr), file=sys.stderr)
+    print(for_stream(f"spbench: {errors.one_line(text)}", sys.stderr), file=sys.stderr)
     return code
 
 

@@ -44,7 +44,7 @@ def _no_key(*_: Any) -> None:
 _simulator = virtual.ClassTraces.simulator
 #: short cut -> what is put in the place of what: module or class, name, other value
 _OFF: dict[str, tuple[Any, str, Any]] = {
-    "remembered operators": (recorder, "key_of", _no_key),
+    "remembered operators": (recorder.operator_results, "key_of", _no_key),
     "repeated steps": (recorder, "choosing_steps", _nothing_chosen),
     "uncut pieces": (recorder, "nothing_cut", _nothing_chosen),
     "layers put together": (tracing, "few_layers", _all_layers),

@@ -13,31 +13,13 @@ from typing import Any, Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
+from spbench.bench import yaml_files
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_file
 from spbench.bench.measure.clusters import figures as unit
+from spbench.bench.measure.clusters import rates
 from spbench.bench.measure.clusters.figures import Sourced, figures, implausible, inherited, named
 from spbench.bench.measure.clusters.rate_tables import wrong_tables
-from spbench.bench.measure.clusters.rates import (
-    AttentionRates,
-    CollectiveModel,
-    Host,
-    HostMemory,
-    Link,
-    MatmulRate,
-    NcclSettings,
-    Network,
-    OperatorTimes,
-)
-from spbench.bench.yaml_files import (
-    InferredSetting,
-    StrictModel,
-    find_file,
-    merge,
-    packaged,
-    parse_yaml,
-    validate,
-)
 
 PACKAGE = "spbench.scenarios.clusters"
 
@@ -53,7 +35,7 @@ NOT_MEASURED: Any = Sourced(value=None, source="not measured")
 MAX_SCALARS = 3
 
 
-class Device(StrictModel):
+class Device(yaml_files.StrictModel):
     """One accelerator.
 
     Attributes:
@@ -99,14 +81,14 @@ class Device(StrictModel):
     memory_bandwidth_bytes_per_s: Sourced[unit.MemoryRate]
     peak_flops_per_s: dict[Precision, Sourced[unit.FlopsPerS]] = {}
     compute_efficiency: Sourced[unit.Share] = NOT_MEASURED
-    matmul: dict[Precision, MatmulRate] | None = None
-    grouped_matmul: dict[Precision, MatmulRate] = {}
+    matmul: dict[Precision, rates.MatmulRate] | None = None
+    grouped_matmul: dict[Precision, rates.MatmulRate] = {}
     memory_efficiency: Sourced[unit.Share] = NOT_MEASURED
     attention_efficiency: Sourced[unit.Share] = NOT_MEASURED
-    attention: AttentionRates | None = None
+    attention: rates.AttentionRates | None = None
     attention_floor_s: Sourced[unit.Latency] = NOT_MEASURED
     overlap_loss: Sourced[unit.Loss] = NOT_MEASURED
-    operators: dict[str, Sourced[OperatorTimes]] = {}
+    operators: dict[str, Sourced[rates.OperatorTimes]] = {}
     launch_overhead_s: Sourced[unit.Latency] = NOT_MEASURED
     kernel_floor_s: Sourced[unit.Latency] = NOT_MEASURED
     multiprocessors: Sourced[unit.Many] = NOT_MEASURED
@@ -130,7 +112,7 @@ class Device(StrictModel):
         return self
 
 
-class Calibration(StrictModel):
+class Calibration(yaml_files.StrictModel):
     """Corrections of one precision's datasheet rates on a cluster; the defaults correct nothing.
 
     Attributes:
@@ -172,7 +154,7 @@ class Calibration(StrictModel):
         return self
 
 
-class MeasuredRate(StrictModel):
+class MeasuredRate(yaml_files.StrictModel):
     """What one operation of one size took on a machine, and the rates that follow; see :class:`RatePoint`.
 
     Attributes:
@@ -190,7 +172,7 @@ class MeasuredRate(StrictModel):
     bus_bytes_per_s: PositiveFloat | None = None
 
 
-class Cluster(StrictModel):
+class Cluster(yaml_files.StrictModel):
     """A kind of machine that cells run on, or are simulated on.
 
     Attributes:
@@ -206,13 +188,13 @@ class Cluster(StrictModel):
     device: Device
     devices_per_node: unit.Many = 1
     #: a device's link to the other devices of its node; null: they communicate through the network
-    node_link: Link | None = None
-    network: Network
-    collective_model: CollectiveModel = "ring"
-    nccl: NcclSettings | None = None
+    node_link: rates.Link | None = None
+    network: rates.Network
+    collective_model: rates.CollectiveModel = "ring"
+    nccl: rates.NcclSettings | None = None
     #: the process that launches each device's kernels; null: launching takes no time
-    host: Host | None = None
-    host_memory: HostMemory = HostMemory()
+    host: rates.Host | None = None
+    host_memory: rates.HostMemory = rates.HostMemory()
     calibration: dict[Precision, Calibration] = {}
     measured: list[MeasuredRate] = []
 
@@ -276,20 +258,20 @@ class Cluster(StrictModel):
         return sorted({str(each.value) for at, each in self.sourced if at.endswith(".table") and each.value})
 
     @property
-    def inferences(self) -> list[InferredSetting]:
+    def inferences(self) -> list[yaml_files.InferredSetting]:
         """The settings of the cluster that were chosen by looking at published numbers."""
         return [*self.network.inferred_from, *(i for _, each in self.sourced for i in each.inferred_from)]
 
 
 def cluster_names() -> list[str]:
     """The names of the packaged clusters."""
-    return list(packaged(PACKAGE))
+    return list(yaml_files.packaged(PACKAGE))
 
 
 def load_cluster(name: str) -> Cluster:
     """The packaged cluster of that name, or the cluster in the YAML file at that path, read anew at each
     call. UserError if there is no such cluster, or its file is wrong."""
-    path = find_file(name, PACKAGE, "cluster")
+    path = yaml_files.find_file(name, PACKAGE, "cluster")
     return cluster_of_content(path, read_file(path))
 
 
@@ -299,7 +281,7 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
     declared = _resolved(path, content)
     if "name" in declared:
         raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")
-    cluster = validate(Cluster, {**declared, "name": path.stem}, str(path))
+    cluster = yaml_files.validate(Cluster, {**declared, "name": path.stem}, str(path))
     for problem in (*implausible(cluster), *wrong_tables(cluster.sourced)):
         raise UserError(f"{path}: {problem}")
     if (usable := cluster.usable_memory_bytes) is not None and usable <= 0:
@@ -310,11 +292,11 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
 @cache
 def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     """The content of a file, merged over the content of the packaged cluster that the file extends."""
-    own = parse_yaml(path, content)
+    own = yaml_files.parse_yaml(path, content)
     host = own.get("host")
     if isinstance(host, dict) and "extends" in host:
         below = _packaged_below(path, host.pop("extends"), "host.extends")
-        own["host"] = merge(below.get("host") or {}, host)
+        own["host"] = yaml_files.merge(below.get("host") or {}, host)
     if (base := own.pop("extends", None)) is None:
         return own
     below = _packaged_below(path, base, "extends")
@@ -322,13 +304,13 @@ def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     same = device.get("same_processor") if isinstance(device, dict) else None
     if isinstance(same, dict) and same.get("value") not in (card, None):
         raise UserError(f"{path}: device.same_processor: {base} has a card of another name, {card}")
-    return merge(inherited(below, own, base), own)
+    return yaml_files.merge(inherited(below, own, base), own)
 
 
 def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:
     """The content of the packaged cluster ``base`` that a file extends at its key ``where``; UserError if no
     other packaged cluster has that name."""
-    names = packaged(PACKAGE)
+    names = yaml_files.packaged(PACKAGE)
     others = [name for name, file in names.items() if file != path]
     if base not in others:
         raise UserError(f"{path}: {where}: unknown cluster {base!r}{suggestion(base, others)}")

@@ -27,14 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.listed import (
-    NotAlike,
-    columns_of,
-    listed_log,
-    listed_program,
-    log_in_order,
-    program_in_order,
-)
+from spbench.bench.measure.engines import listed
 from spbench.bench.measure.engines.plan import planned_step
 from spbench.bench.measure.engines.repeating_runs import DeepList
 from spbench.bench.measure.engines.traces import Trace
@@ -111,7 +104,7 @@ def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
     if effort != "proved":
         return FewLayers((few, some), None, more, cuts is not None)
     if any(_cuts(each, rank) != cuts for each in (proof, some, cell)):
-        raise NotAlike("its backend cuts the buffers of all layers and of few otherwise")
+        raise listed.NotAlike("its backend cuts the buffers of all layers and of few otherwise")
     return FewLayers((few, some), proof, more, cuts is not None)
 
 
@@ -158,7 +151,7 @@ def _grown(column: np.ndarray, by_two_layers: np.ndarray, layers: int) -> np.nda
     """
     grown = column + by_two_layers * ((layers - 2) / 2)
     if (grown != np.rint(grown)).any():
-        raise NotAlike("something does not grow by the same with each layer")
+        raise listed.NotAlike("something does not grow by the same with each layer")
     return grown.astype(column.dtype)
 
 
@@ -167,7 +160,7 @@ class _DeepLog:
 
     def __init__(self, shallow: MemoryLog, deeper: MemoryLog, grows: bool):
         if shallow.place_names != deeper.place_names:
-            raise NotAlike("other modules are called in a deeper model")
+            raise listed.NotAlike("other modules are called in a deeper model")
         self._log = deeper
         logs = shallow, deeper
         events = [np.asarray(log.events, dtype=np.int64) for log in logs]
@@ -177,7 +170,7 @@ class _DeepLog:
         may = [grows & _outside(log.marks, len(each))[each > 0][np.abs(each) - 1] for log, each in pairs]
         alike = _without_what_grows(sizes, may)
         self._list = DeepList(
-            *(listed_log(log, each, log.ends) for log, each in zip(logs, alike, strict=True))
+            *(listed.listed_log(log, each, log.ends) for log, each in zip(logs, alike, strict=True))
         )
         # for each storage of the deeper log, the bytes by which two layers more enlarge it
         self._growth = np.zeros(len(deeper.sizes))
@@ -186,7 +179,7 @@ class _DeepLog:
 
     def by(self, layers: int) -> MemoryLog:
         sizes = _grown(np.asarray(self._log.sizes, dtype=np.int64), self._growth, layers)
-        return log_in_order(self._log, self._list.by(layers), sizes)
+        return listed.log_in_order(self._log, self._list.by(layers), sizes)
 
 
 class _DeepProgram:
@@ -194,10 +187,10 @@ class _DeepProgram:
 
     def __init__(self, shallow: Program, deeper: Program, grows: bool):
         self._program = deeper
-        columns = columns_of(deeper)
+        columns = listed.columns_of(deeper)
         others = [each.name for each in fields(Program) if each.name not in {*columns, "marks"}]
         if any(getattr(shallow, name) != getattr(deeper, name) for name in others):
-            raise NotAlike("a deeper model calls other operators, or communicates in other groups")
+            raise listed.NotAlike("a deeper model calls other operators, or communicates in other groups")
         programs = shallow, deeper
         may = [grows & _outside(program.marks, len(program)) for program in programs]
         pairs = {name: [getattr(each, name) for each in programs] for name in ("nbytes", "flops", "host")}
@@ -208,7 +201,7 @@ class _DeepProgram:
             of_lists = np.array([name.startswith(names) for name in program.names], dtype=bool)
             takes_lists = of_lists[program.name]
             amounts = {name: np.where(takes_lists, _GROWS, both[number]) for name, both in alike.items()}
-            lists.append(listed_program(program, **amounts))
+            lists.append(listed.listed_program(program, **amounts))
         self._list = DeepList(*lists)
         self._growth = {name: self._list.growth(*pair) for name, pair in pairs.items()}
 
@@ -218,9 +211,9 @@ class _DeepProgram:
             column = getattr(self._program, name)
             wide = _grown(column.astype(np.float64), growth, layers)
             if name == "host" and (wide > _MOST_HOST_WORK).any():
-                raise NotAlike("the host does more between two events than a program can have")
+                raise listed.NotAlike("the host does more between two events than a program can have")
             grown[name] = wide.astype(column.dtype)
-        return program_in_order(self._program, self._list.by(layers), **grown)
+        return listed.program_in_order(self._program, self._list.by(layers), **grown)
 
 
 class _DeepCounts:
@@ -233,7 +226,7 @@ class _DeepCounts:
             may = grows and b.phase not in _OF_LAYERS
             alike = alike and a == (replace(b, payload_bytes=a.payload_bytes) if may else b)
         if not alike:
-            raise NotAlike("a deeper model sends other messages")
+            raise listed.NotAlike("a deeper model sends other messages")
 
     def by(self, layers: int) -> CommunicationMeter:
         counts: dict[Operation, int] = {}

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench import impls
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.measure.engines.distributed import SEED, learned, losses_of_rank
 from spbench.bench.measure.engines.engine import Engine
@@ -31,17 +32,6 @@ from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import build_module, build_training, rank_inputs, refuse_variables
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.bench.measurement import Measurement
-from spbench.impls import (
-    PRECISIONS,
-    Shard,
-    Strategy,
-    Unsupported,
-    all_reduce,
-    default_dtype,
-    initialize,
-    model_preset,
-    shard_of,
-)
 
 #: standard deviation of weights: 0.02 suits hidden sizes of 768 and more, but these models are small
 DEVIATION = 0.08
@@ -95,15 +85,15 @@ class LockstepEngine(Engine):
 
 
 def _has_weights(cell: Cell) -> bool:
-    return model_preset(*cell.model_arguments).has_weights
+    return impls.model_preset(*cell.model_arguments).has_weights
 
 
 def _refuse(cell: Cell) -> None:
     """Raise :class:`Unsupported` for a cell with pipeline stages, or with weights but without a backward."""
     if cell.sizes.pp > 1:
-        raise Unsupported("the engine lockstep compares no pipeline stages", "use pp 1")
+        raise impls.Unsupported("the engine lockstep compares no pipeline stages", "use pp 1")
     if _has_weights(cell) and cell.training.step == "inference":
-        raise Unsupported("the engine lockstep compares gradients", "leave training.step out")
+        raise impls.Unsupported("the engine lockstep compares gradients", "leave training.step out")
 
 
 def _error(squares: list[Squares]) -> float:
@@ -126,7 +116,7 @@ def single(cell: Cell) -> Cell:
     """The reference cell: the same computation on one device in float64, without the model's rounding."""
     training, rounding = (
         TrainingOptions(step=cell.training.step),
-        model_preset(*cell.model_arguments).rounding,
+        impls.model_preset(*cell.model_arguments).rounding,
     )
     change = {"strategy": "single", "sizes": Sizes(), "mesh": None, "strategy_options": {}}
     change["model_options"] = {k: v for k, v in cell.model_options.items() if k not in rounding}
@@ -149,11 +139,11 @@ class Values:
 
 def drawn(cell: Cell) -> Values:
     """Draw the weights and the inputs of a cell, the same for every strategy and size."""
-    model, dtype = model_preset(*cell.model_arguments), PRECISIONS[cell.precision].parameters
+    model, dtype = impls.model_preset(*cell.model_arguments), impls.PRECISIONS[cell.precision].parameters
     batch, seq_len = cell.shape
-    with default_dtype(torch.float64):
-        module = model.build(Strategy(), seq_len)
-    initialize(module, SEED, deviation=DEVIATION, everything=True)
+    with impls.default_dtype(torch.float64):
+        module = model.build(impls.Strategy(), seq_len)
+    impls.initialize(module, SEED, deviation=DEVIATION, everything=True)
     inputs = model.inputs(batch, seq_len, torch.Generator().manual_seed(SEED))
     if not model.has_weights:
         inputs = {name: x.to(dtype) for name, x in inputs.items()}
@@ -184,21 +174,21 @@ def _computed(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[st
 
 def _trained(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
     """The loss, and the rank's part of each weight's gradient: (name, :data:`Computed`)."""
-    shards: dict[str, Shard | None] = {}
+    shards: dict[str, impls.Shard | None] = {}
 
     def set_weights(module: nn.Module) -> None:
         with torch.no_grad():
             for name, p in module.named_parameters():
-                shards[name] = shard = shard_of(p)
+                shards[name] = shard = impls.shard_of(p)
                 p.copy_(shard.of(values.weights[name]) if shard else values.weights[name])
 
     training, strategy, around = build_training(cell, mesh, set_weights)
-    model = model_preset(*cell.model_arguments)
+    model = impls.model_preset(*cell.model_arguments)
     loss = training.gradients(rank_inputs(model, strategy, around, values.inputs)).double()
     for group in (strategy.place.group(*strategy.position_axes), around.dp_group):
-        all_reduce(loss, group)
+        impls.all_reduce(loss, group)
     yield "loss", (loss, lambda x: x)
-    scale = training.optimizer.scale.item() if PRECISIONS[cell.precision].loss_scale else 1.0
+    scale = training.optimizer.scale.item() if impls.PRECISIONS[cell.precision].loss_scale else 1.0
     kept = training.backend.gradient_places()
     for name, part in training.backend.gradient_parts().items():
 
@@ -212,7 +202,7 @@ def _trained(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str
 def _called(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
     """The rank's part of each output and of each input's gradient: (name, :data:`Computed`)."""
     module, strategy, around = build_module(cell, mesh)
-    model, dtype = model_preset(*cell.model_arguments), PRECISIONS[cell.precision].parameters
+    model, dtype = impls.model_preset(*cell.model_arguments), impls.PRECISIONS[cell.precision].parameters
     batch = {name: x.to(dtype) for name, x in values.inputs.items()}
     inputs = {name: x.clone() for name, x in rank_inputs(model, strategy, around, batch).items()}
     outputs = module({name: x.requires_grad_() for name, x in inputs.items()})

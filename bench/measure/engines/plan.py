@@ -13,17 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from spbench import impls
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.card_kernels import cannot_run
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.cell_schedule import (
-    batch_parts,
-    check_inference,
-    check_schedule,
-    passes_of,
-    played_model,
-    with_mends,
-)
+from spbench.bench.measure.engines import cell_schedule
 from spbench.bench.measure.engines.unlike_ranks import (
     expert_rows,
     fullest_rank,
@@ -32,31 +26,6 @@ from spbench.bench.measure.engines.unlike_ranks import (
     roles_by_load,
 )
 from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
-from spbench.impls import (
-    PRECISIONS,
-    Composition,
-    Model,
-    Options,
-    Place,
-    PlannedStep,
-    Site,
-    Stage,
-    Strategy,
-    Traffic,
-    Unsupported,
-    all_dispatchers,
-    backend_class,
-    composed_traffic,
-    global_ranks,
-    group_name,
-    model_preset,
-    nesting,
-    planned_sums,
-    rank_module,
-    set_options,
-    training_sites,
-    unused_axes,
-)
 
 
 @dataclass(frozen=True)
@@ -69,7 +38,7 @@ class RankClass:
         ranks: the global ranks; the first is traced.
     """
 
-    stage: Stage
+    stage: impls.Stage
     coordinates: Mapping[str, int]
     ranks: tuple[int, ...]
 
@@ -84,7 +53,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
     :meth:`Strategy.roles` and by work, except on an axis where one rank's step contains the work of all ranks
     (:func:`marked_axis`). The first class of a stage sends most. The first rank of a class has the experts
     with most tokens (:func:`fullest_rank`), or updates most weights if ranks share out whole weights."""
-    sizes, strategy, marked = cell.mesh_sizes, nesting(cell.strategy), marked_axis(cell)
+    sizes, strategy, marked = cell.mesh_sizes, impls.nesting(cell.strategy), marked_axis(cell)
     along_axes, rows = [], expert_rows(cell)
     for axis in strategy.axes:
         sets = strategy.roles(axis, sizes[axis])
@@ -94,14 +63,14 @@ def rank_classes(cell: Cell) -> list[RankClass]:
         for roles in itertools.product(*along_axes):
             members = dict(zip(strategy.axes, roles, strict=True))
             first = {axis: coordinates[0] for axis, coordinates in members.items()}
-            ranks = [*global_ranks(sizes, {"pp": [stage], **members})]
+            ranks = [*impls.global_ranks(sizes, {"pp": [stage], **members})]
             if rows is not None:
                 fullest = fullest_rank(cell, ranks, rows, marked)
                 ranks.insert(0, ranks.pop(ranks.index(fullest)))
-                first = {axis: Place.of_rank(sizes, fullest).coordinates[axis] for axis in first}
+                first = {axis: impls.Place.of_rank(sizes, fullest).coordinates[axis] for axis in first}
             elif shares_whole_weights(cell):
                 ranks.insert(0, ranks.pop(_heaviest(cell, ranks)))
-            classes.append(RankClass(Stage(stage, sizes["pp"]), first, tuple(ranks)))
+            classes.append(RankClass(impls.Stage(stage, sizes["pp"]), first, tuple(ranks)))
     return classes
 
 
@@ -109,15 +78,15 @@ def shares_whole_weights(cell: Cell) -> bool:
     """Whether the backend gives each rank whole weights to update, so that ranks of a class update others."""
     if cell.training.step == "inference":
         return False
-    backend = backend_class(cell.training.backend)
+    backend = impls.backend_class(cell.training.backend)
     return backend.shares_whole_weights(backend_options(cell)) and cell.sizes.world > cell.sizes.pp
 
 
 def _heaviest(cell: Cell, ranks: Sequence[int]) -> int:
     """The index, among the ranks of a class, of the rank that updates most weights."""
     step = planned_step(cell, ranks[0], [])
-    places = [Place.of_rank(cell.mesh_sizes, rank) for rank in ranks]
-    held = backend_class(cell.training.backend).updated_elements(step, places)
+    places = [impls.Place.of_rank(cell.mesh_sizes, rank) for rank in ranks]
+    held = impls.backend_class(cell.training.backend).updated_elements(step, places)
     return held.index(max(held))
 
 
@@ -141,7 +110,7 @@ class Plan:
     """
 
     classes: list[RankClass]
-    traffic: list[list[Traffic]]
+    traffic: list[list[impls.Traffic]]
     sizes: Mapping[str, int]
     uneven: Cell | None = None
 
@@ -149,7 +118,7 @@ class Plan:
         """The class that a global rank belongs to."""
         return next(each for each in self.classes if rank in each.ranks)
 
-    def traffic_of(self, rank: int) -> list[Traffic]:
+    def traffic_of(self, rank: int) -> list[impls.Traffic]:
         """The closed form of the messages that a global rank sends in a step."""
         if self.uneven is not None and rank not in [each.first for each in self.classes]:
             return closed_form(self.uneven, rank)
@@ -189,21 +158,21 @@ class Plan:
             if expected[phase, collective, axis] != metered.get((phase, collective, axis), 0)
         ]
 
-    def _axis(self, entry: Traffic) -> str:
-        return group_name(entry.axes, self.sizes)
+    def _axis(self, entry: impls.Traffic) -> str:
+        return impls.group_name(entry.axes, self.sizes)
 
-    def _sent_bytes(self, entry: Traffic) -> Fraction:
+    def _sent_bytes(self, entry: impls.Traffic) -> Fraction:
         return entry.sent_bytes(entry.group_size(self.sizes))
 
 
-def sent_rows(traffic: Sequence[Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+def sent_rows(traffic: Sequence[impls.Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
     """The rows of a closed form, with the columns of :meth:`Plan.formula`."""
     return [
         {
             "phase": t.phase,
             "purpose": t.purpose,
             "collective": t.collective,
-            "axis": group_name(t.axes, sizes),
+            "axis": impls.group_name(t.axes, sizes),
             "count": t.count,
             "payload_bytes": t.payload_bytes,
             "sent_bytes": as_number(t.sent_bytes(t.group_size(sizes))),
@@ -212,25 +181,25 @@ def sent_rows(traffic: Sequence[Traffic], sizes: Mapping[str, int]) -> list[dict
     ]
 
 
-def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
+def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> impls.Strategy:
     """The cell's strategy without process groups, which checks sizes and has the closed forms of the messages
     of the rank at these coordinates. An axis that ``coordinates`` leaves out has the coordinate 0.
 
     Raises:
         Unsupported: an axis that the strategy does not use has more than one rank.
     """
-    nested, sizes = nesting(cell.strategy), cell.mesh_sizes
-    for axis in unused_axes(nested.axes, sizes):
-        raise Unsupported(
+    nested, sizes = impls.nesting(cell.strategy), cell.mesh_sizes
+    for axis in impls.unused_axes(nested.axes, sizes):
+        raise impls.Unsupported(
             f"{nested.name} does not use the axis {axis}",
             f"give the ranks to {nested.axes[0]}" if nested.axes else "use one rank",
         )
-    return nested.configured(Place(sizes, coordinates or {}), cell.strategy_options)
+    return nested.configured(impls.Place(sizes, coordinates or {}), cell.strategy_options)
 
 
-def composition(cell: Cell, place: Place) -> Composition:
+def composition(cell: Cell, place: impls.Place) -> impls.Composition:
     """The replica and the pipeline stages of the rank at a place of the mesh."""
-    return Composition(place, cell.training.virtual_stages, cell.training.stage_layers or ())
+    return impls.Composition(place, cell.training.virtual_stages, cell.training.stage_layers or ())
 
 
 def plan(cell: Cell) -> Plan:
@@ -239,7 +208,7 @@ def plan(cell: Cell) -> Plan:
     Raises:
         Unsupported: see :func:`check_sizes`.
     """
-    classes = with_mends(check_sizes, cell)
+    classes = cell_schedule.with_mends(check_sizes, cell)
     traffic = [closed_form(cell, each.first) for each in classes]
     uneven = expert_rows(cell) is not None or shares_whole_weights(cell)
     return Plan(classes, traffic, cell.mesh_sizes, cell if uneven else None)
@@ -251,56 +220,64 @@ def check_sizes(cell: Cell) -> list[RankClass]:
     Raises:
         Unsupported: the strategy, card or dispatcher cannot run the cell, or a size does not divide another.
     """
-    strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
+    strategy, model = planned_strategy(cell), impls.model_preset(*cell.model_arguments)
     cluster = load_cluster(cell.cluster)
     if why := cannot_run(cluster.device, model.attention_kernel):
-        raise Unsupported(*why)
+        raise impls.Unsupported(*why)
     ranks, of_node = getattr(model, "node_ranks", 0), cluster.devices_per_node
-    dispatcher = all_dispatchers()[getattr(model, "dispatcher", "all_to_all")]
+    dispatcher = impls.all_dispatchers()[getattr(model, "dispatcher", "all_to_all")]
     if ranks > of_node > 1 and not dispatcher.heeds_capacity:  # those that sum rows within nodes
-        raise Unsupported(
+        raise impls.Unsupported(
             f"node_ranks {ranks} is more than the {of_node} devices of a node of {cell.cluster}",
             f"set model_options.node_ranks to {of_node}",
         )
-    strategy.check(_sites(cell, strategy, Stage()) + training_sites(PRECISIONS[cell.precision]))
+    strategy.check(
+        _sites(cell, strategy, impls.Stage()) + impls.training_sites(impls.PRECISIONS[cell.precision])
+    )
     if cell.training.step == "inference":
-        check_inference(cell)
+        cell_schedule.check_inference(cell)
     elif not model.has_weights:
-        raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
-    backend = backend_class(cell.training.backend)
-    if not backend.freezes and any(s.kind == "frozen_parameters" for s in _sites(cell, strategy, Stage())):
-        raise Unsupported(
+        raise impls.Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
+    backend = impls.backend_class(cell.training.backend)
+    if not backend.freezes and any(
+        s.kind == "frozen_parameters" for s in _sites(cell, strategy, impls.Stage())
+    ):
+        raise impls.Unsupported(
             f"the backend {backend.name} has trained and frozen weights in one flat tensor",
             "use zero3, or leave lora_rank out",
         )
     classes = rank_classes(cell)
-    check_schedule(cell)
+    cell_schedule.check_schedule(cell)
     if cell.sizes.pp > 1:
-        stages = (composition(cell, Place.of_rank(cell.mesh_sizes, each.first)).stages for each in classes)
+        stages = (
+            composition(cell, impls.Place.of_rank(cell.mesh_sizes, each.first)).stages for each in classes
+        )
         asked = [s.kind for stage in itertools.chain(*stages) for s in _sites(cell, strategy, stage)]
         backend.check_stages(backend_options(cell), "tied_embedding" in asked)
     return classes
 
 
-def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
+def _sites(cell: Cell, strategy: impls.Strategy, stage: impls.Stage) -> list[impls.Site]:
     """The places in a stage's model (sites) at which a micro-batch of one replica calls the strategy."""
-    (batch, seq_len), model = cell.shape, played_model(cell)
-    return list(model.sites(batch // batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
+    (batch, seq_len), model = cell.shape, cell_schedule.played_model(cell)
+    return list(
+        model.sites(batch // cell_schedule.batch_parts(cell), seq_len, strategy.vocabulary_parts, stage)
+    )
 
 
-def closed_form(cell: Cell, rank: int) -> list[Traffic]:
+def closed_form(cell: Cell, rank: int) -> list[impls.Traffic]:
     """The closed form of the messages that a global rank of a checked cell sends in a step; no entry of it
     has 0 bytes."""
-    precision, training, sizes = PRECISIONS[cell.precision], cell.training, cell.mesh_sizes
-    strategy, backend = planned_strategy(cell), backend_class(training.backend)
-    around = composition(cell, Place.of_rank(sizes, rank))
+    precision, training, sizes = impls.PRECISIONS[cell.precision], cell.training, cell.mesh_sizes
+    strategy, backend = planned_strategy(cell), impls.backend_class(training.backend)
+    around = composition(cell, impls.Place.of_rank(sizes, rank))
     asked = [_sites(cell, strategy, stage) for stage in around.stages]
     # these sites count once a step, however many stages the rank has
-    asked[0] += training_sites(precision, [*itertools.chain(*asked)])
+    asked[0] += impls.training_sites(precision, [*itertools.chain(*asked)])
     step = planned_step(cell, rank, [*itertools.chain(*asked)])
     width, of_tied = precision.parameters.itemsize, partial(backend.tied_bytes, step)
     of_stages = (
-        composed_traffic(of_stage, step.strategy, stage, training.micro_batches, width, of_tied)
+        impls.composed_traffic(of_stage, step.strategy, stage, training.micro_batches, width, of_tied)
         for of_stage, stage in zip(asked, around.stages, strict=True)
     )
     entries = [*itertools.chain(*of_stages), *backend.traffic(step)]
@@ -309,42 +286,44 @@ def closed_form(cell: Cell, rank: int) -> list[Traffic]:
     return [t for t in entries if t.sent_bytes(t.group_size(sizes))]
 
 
-def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
+def planned_step(cell: Cell, rank: int, asked: Sequence[impls.Site]) -> impls.PlannedStep:
     """The facts about a global rank on which the closed forms of its backend depend.
 
     Args:
         asked: the sites in the rank's stages at which the strategy is used.
     """
-    place, training = Place.of_rank(cell.mesh_sizes, rank), cell.training
+    place, training = impls.Place.of_rank(cell.mesh_sizes, rank), cell.training
     role, around = planned_strategy(cell, place.coordinates), composition(cell, place)
-    build = partial(_without_values, played_model(cell), role, cell.shape[1], around)
-    sums, options = planned_sums(asked, role, cell.sizes.dp), backend_options(cell)
-    precision = PRECISIONS[cell.precision]
-    order = partial(passes_of, cell, around)
-    return PlannedStep(sums, training.micro_batches, precision, role, around, build, order, options)
+    build = partial(_without_values, cell_schedule.played_model(cell), role, cell.shape[1], around)
+    sums, options = impls.planned_sums(asked, role, cell.sizes.dp), backend_options(cell)
+    precision = impls.PRECISIONS[cell.precision]
+    order = partial(cell_schedule.passes_of, cell, around)
+    return impls.PlannedStep(sums, training.micro_batches, precision, role, around, build, order, options)
 
 
-def backend_options(cell: Cell) -> Options:
+def backend_options(cell: Cell) -> impls.Options:
     """The options of a cell's backend: the defaults, with ``training.backend_options`` set."""
-    backend = backend_class(cell.training.backend)
-    return set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
+    backend = impls.backend_class(cell.training.backend)
+    return impls.set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
 
 
-def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Composition) -> nn.Module:
+def _without_values(
+    model: impls.Model, strategy: impls.Strategy, seq_len: int, around: impls.Composition
+) -> nn.Module:
     """The module of a rank on the meta device, whose parameters have shapes but no values."""
     with torch.device("meta"):
-        return rank_module(partial(model.build, strategy, seq_len), around)
+        return impls.rank_module(partial(model.build, strategy, seq_len), around)
 
 
 def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
     """The module of the first rank of a class, on the meta device."""
-    around = composition(cell, Place.of_rank(cell.mesh_sizes, ranks.first))
+    around = composition(cell, impls.Place.of_rank(cell.mesh_sizes, ranks.first))
     role = planned_strategy(cell, ranks.coordinates)
-    return _without_values(played_model(cell), role, cell.shape[1], around)
+    return _without_values(cell_schedule.played_model(cell), role, cell.shape[1], around)
 
 
 def model_parameters(cell: Cell) -> int:
     """The number of parameters of the whole model, with the padding of its vocabulary for the strategy."""
     parts = planned_strategy(cell).vocabulary_parts
-    sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
+    sites = impls.model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(s.dims["elements"] for s in sites if s.kind in ("parameters", "frozen_parameters"))

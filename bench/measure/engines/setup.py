@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench import impls
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.cell_schedule import attention_kernel, played_model, turns_of
@@ -16,28 +17,6 @@ from spbench.bench.measure.engines.plan import backend_options, composition
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.setting_values import VARIABLES
-from spbench.impls import (
-    GROUPED_STREAMS,
-    GROUPED_WORKSPACES,
-    PRECISIONS,
-    USERBUFFER_STREAMS,
-    Ahead,
-    Composition,
-    Inference,
-    Model,
-    Place,
-    Strategy,
-    Training,
-    Turns,
-    Unsupported,
-    WholeParameters,
-    attributes_of,
-    backend_class,
-    default_dtype,
-    model_preset,
-    nesting,
-    rank_module,
-)
 
 
 def set_up(
@@ -45,22 +24,22 @@ def set_up(
     mesh: DeviceMesh,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-    turns: Turns | Ahead | None = None,
-) -> tuple[Training | Inference, dict[str, Tensor]]:
+    turns: impls.Turns | impls.Ahead | None = None,
+) -> tuple[impls.Training | impls.Inference, dict[str, Tensor]]:
     """(the training or inference of a cell on this rank, this rank's inputs by name), on the mesh's device.
     ``generator`` draws the inputs, ``set_weights`` sets the weights; ``turns``: see :func:`record_step`."""
-    model = model_preset(*cell.model_arguments)
-    training: Training | Inference
+    model = impls.model_preset(*cell.model_arguments)
+    training: impls.Training | impls.Inference
     left_out: frozenset[str] = frozenset()
     if cell.training.step == "inference":
         module, strategy, around = build_module(cell, mesh, set_weights)
-        training, left_out = Inference(module, around), model.targets
+        training, left_out = impls.Inference(module, around), model.targets
     else:
         training, strategy, around = build_training(cell, mesh, set_weights, turns=turns)
     # drawn on the CPU, so that every device has the same, and moved before the rank's part is taken
     batch = {name: x.to(mesh.device_type) for name, x in model.inputs(*cell.shape, generator).items()}
     if not model.has_weights:
-        batch = {name: x.to(PRECISIONS[cell.precision].parameters) for name, x in batch.items()}
+        batch = {name: x.to(impls.PRECISIONS[cell.precision].parameters) for name, x in batch.items()}
     inputs = rank_inputs(model, strategy, around, batch)
     inputs = {name: part for name, part in inputs.items() if name not in left_out}
     if cell.training.batch_on_device == "part":
@@ -72,9 +51,9 @@ def build_training(
     cell: Cell,
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
-    cls: type[Strategy] | None = None,
-    turns: Turns | Ahead | None = None,
-) -> tuple[Training, Strategy, Composition]:
+    cls: type[impls.Strategy] | None = None,
+    turns: impls.Turns | impls.Ahead | None = None,
+) -> tuple[impls.Training, impls.Strategy, impls.Composition]:
     """The training of a cell on this rank, with its strategy and its composition.
 
     Args:
@@ -83,14 +62,14 @@ def build_training(
         cls: the strategy's class, in place of the registered class with the name in the cell.
         turns: see :func:`record_step`.
     """
-    deferred = backend_class(cell.training.backend).starts_on_meta(backend_options(cell))
+    deferred = impls.backend_class(cell.training.backend).starts_on_meta(backend_options(cell))
     before, device = (None, "meta") if deferred else (set_weights, None)
     module, strategy, around = build_module(cell, mesh, before, cls, device)
-    attributes = attributes_of(module)
-    training = Training(
+    attributes = impls.attributes_of(module)
+    training = impls.Training(
         module,
         strategy,
-        PRECISIONS[cell.precision],
+        impls.PRECISIONS[cell.precision],
         moments=cell.training.moments,
         backend=cell.training.backend,
         backend_options=cell.training.backend_options,
@@ -101,7 +80,7 @@ def build_training(
     )
     if deferred and set_weights is not None:
         parts, again = training.backend.weight_parts(), partial(_built, cell, strategy, around, "cpu")
-        set_weights(WholeParameters(module, parts, attributes, again))
+        set_weights(impls.WholeParameters(module, parts, attributes, again))
     return training, strategy, around
 
 
@@ -109,13 +88,13 @@ def build_module(
     cell: Cell,
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
-    cls: type[Strategy] | None = None,
+    cls: type[impls.Strategy] | None = None,
     device: str | None = None,
-) -> tuple[nn.Module, Strategy, Composition]:
+) -> tuple[nn.Module, impls.Strategy, impls.Composition]:
     """A cell's module on this rank, with its strategy and its composition; arguments as of
     :func:`build_training`. ``device``: the type of the module's device; None: the mesh's."""
-    place = Place.on(mesh, cell.mesh_sizes)
-    strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
+    place = impls.Place.on(mesh, cell.mesh_sizes)
+    strategy = (cls or impls.nesting(cell.strategy)).configured(place, cell.strategy_options)
     around = composition(cell, place)
     module = _built(cell, strategy, around, device or mesh.device_type)
     if set_weights is not None:
@@ -123,14 +102,14 @@ def build_module(
     return module, strategy, around
 
 
-def _built(cell: Cell, strategy: Strategy, around: Composition, device: str) -> nn.Module:
+def _built(cell: Cell, strategy: impls.Strategy, around: impls.Composition, device: str) -> nn.Module:
     model = played_model(cell)
-    with default_dtype(PRECISIONS[cell.precision].parameters), torch.device(device):
-        return rank_module(partial(model.build, strategy, cell.shape[1]), around)
+    with impls.default_dtype(impls.PRECISIONS[cell.precision].parameters), torch.device(device):
+        return impls.rank_module(partial(model.build, strategy, cell.shape[1]), around)
 
 
 def rank_inputs(
-    model: Model, strategy: Strategy, around: Composition, batch: Mapping[str, Tensor]
+    model: impls.Model, strategy: impls.Strategy, around: impls.Composition, batch: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """This rank's part of each tensor of a whole batch, by name, as views."""
     return {
@@ -148,8 +127,8 @@ def record_step(
     recorder: Recorder,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-    turns: Turns | Ahead | None = None,
-) -> tuple[Training | Inference, dict[str, Tensor]]:
+    turns: impls.Turns | impls.Ahead | None = None,
+) -> tuple[impls.Training | impls.Inference, dict[str, Tensor]]:
     """Set up and run ``training.steps`` steps under an entered recorder; returns the training or inference,
     and its inputs by name, for further steps.
 
@@ -174,7 +153,9 @@ def record_step(
     return training, inputs
 
 
-def _tag(memory: MemoryMeter, training: Training | Inference, inputs: Mapping[str, Tensor]) -> None:
+def _tag(
+    memory: MemoryMeter, training: impls.Training | impls.Inference, inputs: Mapping[str, Tensor]
+) -> None:
     """Tag the tensors that training holds. No list of them outlives the call, as it would keep them alive."""
     for category, tensors in training.held().items():
         memory.tag(tensors, category, keep=True)  # weights that are also the master weights stay parameters
@@ -187,9 +168,9 @@ def workspace_bytes(cell: Cell) -> dict[str, int]:
     limits = load_cluster(cell.cluster).device.workspaces
     nbytes: dict[str, int] = {name: limit.value or 0 for name, limit in limits.items()}
     engine = nbytes.get("transformer_engine", 0)
-    nbytes[GROUPED_WORKSPACES] = GROUPED_STREAMS * engine
+    nbytes[impls.GROUPED_WORKSPACES] = impls.GROUPED_STREAMS * engine
     if cell.strategy_options.get("userbuffers"):
-        nbytes["transformer_engine"] = (1 + USERBUFFER_STREAMS) * engine
+        nbytes["transformer_engine"] = (1 + impls.USERBUFFER_STREAMS) * engine
     config = cell.training.cublas_workspace
     return nbytes if config is None else {**nbytes, "cublas": configured_bytes(config)}
 
@@ -206,7 +187,7 @@ def refuse_variables(cell: Cell) -> None:
     from their environment."""
     for name, variable in VARIABLES.items():
         if getattr(cell.training, name) is not None:
-            raise Unsupported(
+            raise impls.Unsupported(
                 f"the engine {cell.engine} does not set training.{name}",
                 f"leave it out, and set {variable} in the environment",
             )

@@ -15,19 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spbench import impls
 from spbench.bench.cell import Cell
 from spbench.bench.measure.simulator.lighter_ranks import odd_sets
-from spbench.impls import (
-    EVEN,
-    Attended,
-    ExpertCall,
-    Place,
-    Strategy,
-    dropped_tokens,
-    model_preset,
-    nesting,
-    rows_of_ranks,
-)
 
 #: the most sets into which the ranks of a role are divided by their work
 MOST_SETS = 8
@@ -51,14 +41,14 @@ class Load(NamedTuple):
 _Layers = tuple[tuple[str, int | None, int], ...]
 
 
-def _attention_of(cell: Cell) -> tuple[Attended, _Layers]:
+def _attention_of(cell: Cell) -> tuple[impls.Attended, _Layers]:
     """(the positions to which a position of the cell's sequences attends, the layers with attention)."""
     return _attention_in(json.dumps(cell.model_arguments), cell.shape[1])
 
 
 @lru_cache(maxsize=256)
-def _attention_in(model: str, length: int) -> tuple[Attended, _Layers]:
-    preset = model_preset(*json.loads(model))
+def _attention_in(model: str, length: int) -> tuple[impls.Attended, _Layers]:
+    preset = impls.model_preset(*json.loads(model))
     layers = tuple(
         (site.kind, site.dims.get("window"), site.count)
         for site in preset.sites(1, length)
@@ -81,14 +71,14 @@ def _loads(
     mesh: tuple[tuple[str, int], ...],
     axis: str,
     options: str,
-    attended: Attended,
+    attended: impls.Attended,
     length: int,
     layers: _Layers,
 ) -> Sequence[Load]:
-    nested, sizes = nesting(strategy), dict(mesh)
+    nested, sizes = impls.nesting(strategy), dict(mesh)
     chosen: Mapping[str, Any] = json.loads(options)
 
-    def load(each: Strategy) -> Load:
+    def load(each: impls.Strategy) -> Load:
         parts = each.document_parts(attended, length)
         pairs = 0
         for kind, window, count in layers:
@@ -99,7 +89,7 @@ def _loads(
         return Load(pairs, len(parts), tuple(parts))
 
     def of_rank(rank: int) -> Load:
-        return load(nested.configured(Place(sizes, {axis: rank}), chosen))
+        return load(nested.configured(impls.Place(sizes, {axis: rank}), chosen))
 
     first, last = of_rank(0), of_rank(sizes[axis] - 1)
     # for one text the work grows with the rank, or is even, so equal ends mean equal loads
@@ -124,7 +114,7 @@ def marked_axis(cell: Cell) -> str | None:
     all ranks (``marks_all_work``), so that the ranks are one class; None: there is no such axis."""
     if not _is_plain_text(cell):
         return None
-    strategy = nesting(cell.strategy)
+    strategy = impls.nesting(cell.strategy)
     for axis in strategy.axes:
         # the last rank has most, as chunks lie in the order of the sequence
         pairs = [load.pairs for load in loads_along(cell, axis)]
@@ -137,7 +127,7 @@ def marked_axis(cell: Cell) -> str | None:
 
 def _unlike(cell: Cell) -> list[Sequence[Load]]:
     """The ranks' loads along each axis of the strategy on which ranks have unlike loads."""
-    along = (loads_along(cell, axis) for axis in nesting(cell.strategy).axes)
+    along = (loads_along(cell, axis) for axis in impls.nesting(cell.strategy).axes)
     return [loads for loads in along if len(set(loads)) > 1]
 
 
@@ -161,7 +151,7 @@ def expert_load(cell: Cell) -> dict[str, Any]:
     if (asked := _asked_of_experts(cell)) is None:
         return {}
     call = asked[0]
-    rows, dropped = rows_of_ranks(*asked), dropped_tokens(*asked) * cell.training.micro_batches
+    rows, dropped = impls.rows_of_ranks(*asked), impls.dropped_tokens(*asked) * cell.training.micro_batches
     routing = "learned" if call.learned else call.plan.routing
     if call.learned and cell.engine == "virtual":
         routing = "learned, taken as even"
@@ -176,18 +166,18 @@ def expert_rows(cell: Cell) -> np.ndarray | None:
     """[ranks of a pipeline stage]: the tokens that each rank's experts get, by the routing that the cell
     forces; None if routing is even, or the model has no experts."""
     asked = _asked_of_experts(cell)
-    return None if asked is None or asked[0].plan.routing == EVEN else rows_of_ranks(*asked)
+    return None if asked is None or asked[0].plan.routing == impls.EVEN else impls.rows_of_ranks(*asked)
 
 
-def _asked_of_experts(cell: Cell) -> tuple[ExpertCall, Strategy, int, int] | None:
+def _asked_of_experts(cell: Cell) -> tuple[impls.ExpertCall, impls.Strategy, int, int] | None:
     """The arguments of :func:`rows_of_ranks`; None for a model without experts."""
     batch, seq_len = cell.shape
     of_replica = max(1, batch // cell.sizes.dp // cell.training.micro_batches)
-    sites = model_preset(*cell.model_arguments).sites(of_replica, seq_len)
+    sites = impls.model_preset(*cell.model_arguments).sites(of_replica, seq_len)
     call = next((site.experts for site in sites if site.experts is not None), None)
     if call is None:
         return None
-    strategy = nesting(cell.strategy).configured(Place(cell.mesh_sizes), cell.strategy_options)
+    strategy = impls.nesting(cell.strategy).configured(impls.Place(cell.mesh_sizes), cell.strategy_options)
     return call, strategy, of_replica, seq_len
 
 
@@ -199,7 +189,7 @@ def fullest_rank(cell: Cell, ranks: Sequence[int], rows: np.ndarray, marked: str
         rows: see :func:`expert_rows`.
         marked: see :func:`marked_axis`; only ranks with the first rank's place along this axis count.
     """
-    places = {rank: Place.of_rank(cell.mesh_sizes, rank) for rank in ranks}
+    places = {rank: impls.Place.of_rank(cell.mesh_sizes, rank) for rank in ranks}
     first = places[ranks[0]]
     able = [rank for rank in ranks if not marked or places[rank].rank(marked) == first.rank(marked)]
     return max(able, key=lambda rank: rows[places[rank].stage_rank])
@@ -208,7 +198,7 @@ def fullest_rank(cell: Cell, ranks: Sequence[int], rows: np.ndarray, marked: str
 def work_error(cell: Cell) -> float | None:
     """The largest difference in query-key pairs between a rank and the rank that is traced for it, over the
     mean of all ranks; None if each rank has exactly the pairs of its traced rank."""
-    strategy, error, marked = nesting(cell.strategy), 0.0, marked_axis(cell)
+    strategy, error, marked = impls.nesting(cell.strategy), 0.0, marked_axis(cell)
     for axis in strategy.axes:
         if axis == marked:
             continue

@@ -10,21 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from functools import cache
 
-from spbench.bench.measure.memory.allocator import (
-    GRANULE,
-    LARGE_SEGMENT,
-    MIB,
-    SMALL_SEGMENT,
-    Block,
-    CachingAllocator,
-    OutOfMemory,
-)
+from spbench.bench.measure.memory import allocator
 
 #: bytes of addresses of a segment: more than any card has, and a multiple of each page size
-_ADDRESSES = LARGE_SEGMENT * 2**40
+_ADDRESSES = allocator.LARGE_SEGMENT * 2**40
 
 
-class OversizeBlocks(CachingAllocator):
+class OversizeBlocks(allocator.CachingAllocator):
     """``max_split_size_mb:N``, see :func:`unsplit_from`. Blocks and requests of N MiB or more are oversize.
 
     - An oversize request gets a whole block, which must be less than 20 MiB larger than the request.
@@ -34,13 +26,13 @@ class OversizeBlocks(CachingAllocator):
       are together as large. All wholly free segments are returned only after that.
     """
 
-    def _take(self, size: int, of: tuple[int, bool]) -> Block | None:
+    def _take(self, size: int, of: tuple[int, bool]) -> allocator.Block | None:
         pool = self._free[of]
         index = bisect_left(pool, (size, -1))
         if index < len(pool) and not of[1]:
             best = pool[index][0]
             oversize = size >= self.split_limit
-            if best >= (size + LARGE_SEGMENT if oversize else self.split_limit):
+            if best >= (size + allocator.LARGE_SEGMENT if oversize else self.split_limit):
                 return None
         return super()._take(size, of)
 
@@ -66,10 +58,10 @@ class OversizeBlocks(CachingAllocator):
 @cache
 def unsplit_from(mib: int) -> type[OversizeBlocks]:
     """The class of allocator with ``max_split_size_mb`` set to ``mib``."""
-    return type("OversizeBlocks", (OversizeBlocks,), {"split_limit": mib * MIB})
+    return type("OversizeBlocks", (OversizeBlocks,), {"split_limit": mib * allocator.MIB})
 
 
-class ExpandableSegments(CachingAllocator):
+class ExpandableSegments(allocator.CachingAllocator):
     """``expandable_segments:True``: segments grow and shrink by pages.
 
     - Each stream has one segment for small blocks and one for large ones, which grow by pages of 2 and of
@@ -86,14 +78,14 @@ class ExpandableSegments(CachingAllocator):
     segment where the addresses end; the addresses of this model do not end.
     """
 
-    least_rest = GRANULE
+    least_rest = allocator.GRANULE
 
     def __init__(self, capacity: int | None = None):
         super().__init__(capacity)
         # by (stream, whether small): the addresses, ascending, of the ranges without pages
         self._holes: dict[tuple[int, bool], list[int]] = {}
 
-    def _is_hole(self, block: Block) -> bool:
+    def _is_hole(self, block: allocator.Block) -> bool:
         holes = self._holes[block.pool]
         at = bisect_left(holes, block.address)
         return at < len(holes) and holes[at] == block.address
@@ -104,7 +96,7 @@ class ExpandableSegments(CachingAllocator):
         after = block.next
         return block.size + (after.size if after is not None and self._is_hole(after) else 0)
 
-    def _take(self, size: int, of: tuple[int, bool]) -> Block | None:
+    def _take(self, size: int, of: tuple[int, bool]) -> allocator.Block | None:
         pool = self._free[of]
         at = bisect_left(pool, (size, -1))
         if at == len(pool):
@@ -116,17 +108,17 @@ class ExpandableSegments(CachingAllocator):
         block.free = False
         return block
 
-    def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
+    def _new_segment(self, size: int, pool: tuple[int, bool]) -> allocator.Block:
         block = self._grown(size, pool)
         if block is None and self.retries:
             self._release_cached()
             block = self._grown(size, pool)
         if block is None:
-            raise OutOfMemory(size, self.allocated, self.reserved, self.retries)
+            raise allocator.OutOfMemory(size, self.allocated, self.reserved, self.retries)
         self._remove_free(block)
         return block
 
-    def _grown(self, size: int, pool: tuple[int, bool]) -> Block | None:
+    def _grown(self, size: int, pool: tuple[int, bool]) -> allocator.Block | None:
         """A free block of at least ``size`` bytes, with pages mapped as needed; None: the card has too few
         pages (the pages that were mapped stay)."""
         first = self._lowest_room(size, pool)
@@ -137,11 +129,11 @@ class ExpandableSegments(CachingAllocator):
             block = self._map(hole, min(hole.size, size - block.size))
         return block
 
-    def _lowest_room(self, size: int, pool: tuple[int, bool]) -> Block:
+    def _lowest_room(self, size: int, pool: tuple[int, bool]) -> allocator.Block:
         """The first block of the lowest neighbouring ones, free or without pages, with room for ``size``."""
         if pool not in self._holes:
             begin = len(self._holes) * _ADDRESSES
-            self._blocks[begin] = Block(begin, _ADDRESSES, pool)
+            self._blocks[begin] = allocator.Block(begin, _ADDRESSES, pool)
             self._holes[pool] = [begin]
         for address in self._holes[pool]:
             hole = self._blocks[address]
@@ -154,7 +146,7 @@ class ExpandableSegments(CachingAllocator):
                 return first
         raise AssertionError("the last range without pages has room for anything")
 
-    def _map(self, hole: Block, size: int) -> Block | None:
+    def _map(self, hole: allocator.Block, size: int) -> allocator.Block | None:
         """Map the first pages of a range without pages, as many as ``size`` bytes need; returns the free
         block that contains these pages, or None if the card has too few pages."""
         page = self._page(hole.pool)
@@ -177,7 +169,7 @@ class ExpandableSegments(CachingAllocator):
                 if begin < end:
                     self._unmap(self._blocks[address], begin, end)
 
-    def _unmap(self, block: Block, begin: int, end: int) -> None:
+    def _unmap(self, block: allocator.Block, begin: int, end: int) -> None:
         """Unmap the pages of a free block between the addresses ``begin`` and ``end``."""
         self._remove_free(block)
         if block.address < begin:
@@ -198,4 +190,4 @@ class ExpandableSegments(CachingAllocator):
 
     @staticmethod
     def _page(pool: tuple[int, bool]) -> int:
-        return SMALL_SEGMENT if pool[1] else LARGE_SEGMENT
+        return allocator.SMALL_SEGMENT if pool[1] else allocator.LARGE_SEGMENT

@@ -14,14 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from spbench.bench.measure.processes.starting import (
-    Surroundings,
-    allow_children,
-    fate,
-    interrupts_blocked,
-    main_module_hidden,
-    starting_context,
-)
+from spbench.bench.measure.processes import starting
 
 #: seconds that a process has to end after the end of its pipe
 GRACE_S = 5.0
@@ -54,13 +47,15 @@ class Child:
         environment: Mapping[str, str] | None = None,
         leads_group: bool = False,
     ):
-        context = starting_context()
+        context = starting.starting_context()
         self.connection, theirs = context.Pipe()
-        surroundings = Surroundings() if environment is None else Surroundings({**environment})
+        surroundings = (
+            starting.Surroundings() if environment is None else starting.Surroundings({**environment})
+        )
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_begin, args=(surroundings, leads_group, theirs, main, args), daemon=True
         )
-        with interrupts_blocked(), main_module_hidden():
+        with starting.interrupts_blocked(), starting.main_module_hidden():
             self.process.start()
         theirs.close()  # so that the death of the process reads as the end of the pipe
         self.leads_group = leads_group
@@ -85,7 +80,7 @@ class Child:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError) as error:
             self.process.join(GRACE_S)
-            raise ChildGone(fate(self.process.exitcode)) from error
+            raise ChildGone(starting.fate(self.process.exitcode)) from error
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, or to its group, which may outlive the process."""
@@ -121,7 +116,7 @@ def requests(connection: Connection) -> Iterator[Any]:
 
 
 def _begin(
-    surroundings: Surroundings,
+    surroundings: starting.Surroundings,
     leads_group: bool,
     connection: Connection,
     main: Callable[..., None],
@@ -133,7 +128,7 @@ def _begin(
     surroundings.take_on()
     if leads_group:
         os.setpgid(0, 0)
-    allow_children()
+    starting.allow_children()
     main(connection, *args)
 
 

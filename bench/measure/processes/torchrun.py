@@ -23,18 +23,10 @@ import torch
 import torch.distributed as dist
 
 from spbench.bench.errors import UserError
+from spbench.bench.measure.processes import stacks
 from spbench.bench.measure.processes.child import Child, when_parent_is_gone
 from spbench.bench.measure.processes.rank_agent import BEAT_S, LOST_S, Launched, serve, wait_for
 from spbench.bench.measure.processes.rank_pool import RankPool, Ranks, Rendezvous, loopback_store
-from spbench.bench.measure.processes.stacks import (
-    AGENTS,
-    GRACE_S,
-    STACKS_S,
-    RankAnswer,
-    RankError,
-    RankJob,
-    collect,
-)
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.impls import Unavailable
 
@@ -75,16 +67,16 @@ def coordinating(launched: Launched) -> Iterator[None]:
         place = f"MASTER_ADDR={launched.rendezvous.host} MASTER_PORT={launched.rendezvous.port}"
         raise UserError(f"ranks cannot meet at {place}: {str(error).splitlines()[0]}") from error
     agent = Child(_be_agent, launched)
-    os.environ[AGENTS] = pickle.dumps((launched.agents, launched.rendezvous)).hex()
+    os.environ[stacks.AGENTS] = pickle.dumps((launched.agents, launched.rendezvous)).hex()
     when_parent_is_gone(lambda: os.kill(os.getpid(), signal.SIGINT))
     try:
         yield
     finally:
-        del os.environ[AGENTS]
+        del os.environ[stacks.AGENTS]
         with suppress(dist.DistError):  # the store is gone with the launcher
             number = _post(store, None)
             wait_for(store, f"left/{number}/{launched.agents}", _LEAVE_S)  # it may end with this process
-        agent.end(GRACE_S)
+        agent.end(stacks.GRACE_S)
         del holder
 
 
@@ -101,7 +93,7 @@ def _be_agent(connection: Connection, launched: Launched) -> None:
     serve(launched)
 
 
-def _post(store: dist.Store, job: RankJob | None) -> int:
+def _post(store: dist.Store, job: stacks.RankJob | None) -> int:
     """End the previous job, and post ``job``, or None to end the agents; returns the job's number."""
     number = store.add("jobs", 1) - 1
     if number:
@@ -125,18 +117,18 @@ class Agents(Ranks):
     def close(self) -> None:
         """Do nothing: the agents stay for the next jobs."""
 
-    def _run(self, job: RankJob) -> list[Any]:
+    def _run(self, job: stacks.RankJob) -> list[Any]:
         try:
             return self._answers_to(replace(job, fresh=self.fresh))
         except dist.DistError as error:
-            raise RankError(0, "the launcher that holds the ranks' store is gone") from error
+            raise stacks.RankError(0, "the launcher that holds the ranks' store is gone") from error
 
-    def _answers_to(self, job: RankJob) -> list[Any]:
+    def _answers_to(self, job: stacks.RankJob) -> list[Any]:
         number = _post(self._store, job)
         answers = _Answers(self._store, number)
         try:
-            return collect(job.ranks, job.timeout_s, answers.next)
-        except RankError as error:
+            return stacks.collect(job.ranks, job.timeout_s, answers.next)
+        except stacks.RankError as error:
             if error.status == "timeout":
                 self._store.set(f"stacks/{number}", "")
                 self._store.set(f"over/{number}", "")
@@ -154,25 +146,25 @@ class _Answers:
         self.read = 0
         self.beats: dict[int, tuple[bytes, float]] = {}
 
-    def next(self, waiting: Collection[int], timeout_s: float) -> RankAnswer | None:
+    def next(self, waiting: Collection[int], timeout_s: float) -> stacks.RankAnswer | None:
         """The next answer of a rank, for :func:`collect`; None after ``timeout_s`` seconds without one."""
         deadline = time.monotonic() + timeout_s
         while True:
             key, left = f"answer/{self.number}/{self.read}", deadline - time.monotonic()
             if wait_for(self.store, key, min(BEAT_S, left)):
                 self.read += 1
-                answer: RankAnswer = pickle.loads(self.store.get(key))
+                answer: stacks.RankAnswer = pickle.loads(self.store.get(key))
                 return answer
             for rank in waiting:
                 if lost := self._lost(rank):
-                    return RankAnswer(rank, status="failed", text=lost)
+                    return stacks.RankAnswer(rank, status="failed", text=lost)
             if left <= 0:
                 return None
 
     def logs(self, silent: set[int]) -> str:
         """The logs that the agents of ``silent`` ranks send once the job is over, in the order of ranks."""
         logs: dict[int, str] = {}
-        deadline = time.monotonic() + 3 * STACKS_S + GRACE_S
+        deadline = time.monotonic() + 3 * stacks.STACKS_S + stacks.GRACE_S
         while silent and (answer := self.next(silent, deadline - time.monotonic())) is not None:
             silent.discard(answer.rank)
             logs[answer.rank] = answer.log or f"-- rank {answer.rank}: {answer.text} --\n"
@@ -199,7 +191,7 @@ def check_gpus(ranks: int, device: str) -> None:
     Raises:
         Unavailable: there are fewer GPUs; the text says how many.
     """
-    if device == "cuda" and AGENTS not in os.environ and ranks > torch.cuda.device_count():
+    if device == "cuda" and stacks.AGENTS not in os.environ and ranks > torch.cuda.device_count():
         there = torch.cuda.device_count()
         raise Unavailable(f"needs {ranks} GPUs, and this machine has {there}", "start it with torchrun")
 
@@ -229,9 +221,9 @@ def ranks_for(size: int, *, fresh: bool = False) -> Ranks:
     Raises:
         Unavailable: there are fewer than ``size`` agents.
     """
-    if AGENTS not in os.environ:
+    if stacks.AGENTS not in os.environ:
         return RankPool(size)
-    agents, place = pickle.loads(bytes.fromhex(os.environ[AGENTS]))
+    agents, place = pickle.loads(bytes.fromhex(os.environ[stacks.AGENTS]))
     if size > agents:
         raise Unavailable(f"needs {size} ranks, and {agents} were started", "start more with torchrun")
     return Agents(place, agents, fresh)

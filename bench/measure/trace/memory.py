@@ -21,18 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.event_log import Streams
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import Call, Meter
-from spbench.bench.measure.trace.torch_internals import (
-    backward_node,
-    in_backward,
-    is_traceable_wrapper_subclass,
-    next_node,
-    replaced,
-    schema_of,
-    storage_key,
-)
 from spbench.impls import MAKES_ON_HOST, MAKES_PAGEABLE, flash_attention_backward, inside_backward, workspace
 
 #: a bound between the numbers of autograd's nodes and the one number of all accumulations of gradients
@@ -59,7 +51,7 @@ class ModuleCalls:
         runs now; 0: no module."""
         if len(self._running) > 1:
             return self._running[-1]
-        node = backward_node()
+        node = torch_internals.backward_node()
         if node is None or node > _MOST_NODES:
             return 0
         return self._places_of_nodes[bisect_right(self._nodes, node) - 1]
@@ -78,11 +70,11 @@ class ModuleCalls:
                 self._running.pop()
                 self._note()
 
-        with replaced(nn.Module, {"__call__": noted}):
+        with torch_internals.replaced(nn.Module, {"__call__": noted}):
             yield
 
     def _note(self) -> None:
-        self._nodes.append(next_node())
+        self._nodes.append(torch_internals.next_node())
         self._places_of_nodes.append(self._running[-1])
 
     def _place_of(self, module: nn.Module) -> int:
@@ -106,13 +98,15 @@ _FILLED_FROM_OTHERS = ("recv", "all_gather", "reduce_scatter", "all_to_all")
 @cache
 def _library(func: Any) -> str | None:
     """The library, by its name in a cluster's file, that does an operator's matmul; None: no matmul."""
-    return workspace(schema_of(func).name.split("::")[1])
+    return workspace(torch_internals.schema_of(func).name.split("::")[1])
 
 
 @cache
 def makes_on_host(func: Any) -> bool:
     """Whether an operator's result is in the host's memory, whatever device its tensors name."""
-    return bool(func.namespace == "spbench" and schema_of(func).name.split("::")[1] in MAKES_ON_HOST)
+    return bool(
+        func.namespace == "spbench" and torch_internals.schema_of(func).name.split("::")[1] in MAKES_ON_HOST
+    )
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -182,7 +176,7 @@ class MemoryMeter(Meter):
         library = _library(func)
         if library is None:
             return
-        thread = library == "cublas" and in_backward()
+        thread = library == "cublas" and torch_internals.in_backward()
         if (library, thread) in self._workspaces:
             return
         self._workspaces.add((library, thread))
@@ -203,10 +197,10 @@ class MemoryMeter(Meter):
     def note(self, tensor: Tensor) -> None:
         """Note a tensor's storage, if it is new. For a DTensor, note its local part's storage, because the
         DTensor's own storage has the size of the whole tensor and holds nothing."""
-        while is_traceable_wrapper_subclass(tensor):
+        while torch_internals.is_traceable_wrapper_subclass(tensor):
             tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
         storage = tensor.untyped_storage()
-        if storage_key(storage) in self._numbers or tensor.device.type != self.device:
+        if torch_internals.storage_key(storage) in self._numbers or tensor.device.type != self.device:
             return
         if self._elsewhere is not None and self._elsewhere.number(storage) is not None:
             return
@@ -223,11 +217,11 @@ class MemoryMeter(Meter):
 
     def number(self, storage: torch.UntypedStorage) -> int | None:
         """The number of a living storage in the log; None: the log does not have the storage."""
-        return self._numbers.get(storage_key(storage))
+        return self._numbers.get(torch_internals.storage_key(storage))
 
     def set_number(self, storage: torch.UntypedStorage, number: int) -> None:
         """Give ``number`` to a storage whose birth is in the log, and note its death when it comes."""
-        key = storage_key(storage)
+        key = torch_internals.storage_key(storage)
         self._numbers[key] = number
         if key in self._watches:
             return
@@ -284,5 +278,5 @@ class HostMemoryMeter(MemoryMeter):
 
     def tag_made(self, func: Any, made: Tensor) -> None:
         """Tag a noted tensor as PAGEABLE if the operator that made it does not pin memory."""
-        if schema_of(func).name.split("::")[1] in MAKES_PAGEABLE:
+        if torch_internals.schema_of(func).name.split("::")[1] in MAKES_PAGEABLE:
             self.tag([made], PAGEABLE)

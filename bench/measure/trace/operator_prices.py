@@ -16,31 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.bench.measure.simulator.program import (
-    ALIGNED,
-    ATTENTION,
-    HOST_COPY,
-    HOST_READ,
-    HOST_UPDATE,
-    MATMUL,
-    MEMORY_BOUND,
-    PRECISION_NAMES,
-)
+from spbench import impls
+from spbench.bench.measure.simulator import program
 from spbench.bench.measure.simulator.program_builder import NO_SHAPE
 from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
-from spbench.impls import (
-    GROUPED_MATMULS,
-    MAKES_ON_HOST,
-    ON_HOST_CORES,
-    OVER_HOST_LINK,
-    READ_BY_HOST,
-    WITHIN_TRANSFERS,
-    Size,
-    backward_flops,
-    forward_flops,
-)
 
-_OTHER, _FP8 = PRECISION_NAMES.index("other"), PRECISION_NAMES.index("fp8")
+_OTHER, _FP8 = program.PRECISION_NAMES.index("other"), program.PRECISION_NAMES.index("fp8")
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _PRECISION |= {torch.float8_e4m3fn: _FP8, torch.float8_e5m2: _FP8}
 
@@ -54,7 +35,7 @@ MATMULS = {
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
     "_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "resize_", "set_", "_local_scalar_dense",
-    *MAKES_ON_HOST, *WITHIN_TRANSFERS,
+    *impls.MAKES_ON_HOST, *impls.WITHIN_TRANSFERS,
 }  # fmt: skip
 #: operators that write their first argument and do not read it
 _OVERWRITING = {
@@ -90,12 +71,12 @@ _STREAMING_FAMILIES = ("_foreach_", "chunk_cat", "split_with_sizes_copy", "_fuse
 def _whole_forward(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
 ) -> int:
-    return forward_flops(q.shape, k.shape, v.shape, causal)
+    return impls.forward_flops(q.shape, k.shape, v.shape, causal)
 
 
 def _whole_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> int:
     _, _, _, causal = others  # o, lse, dropout
-    return backward_flops(q.shape, k.shape, v.shape, causal)
+    return impls.backward_flops(q.shape, k.shape, v.shape, causal)
 
 
 #: FLOPs of attention over whole sequences. torch's counter does not know the CPU's kernels, which fake
@@ -114,7 +95,7 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
     q, k, v = arguments[1:4] if backward else arguments[:3]
     a = (3 * q.shape[3] + 2 * v.shape[3]) // 5 if backward else (q.shape[3] + v.shape[3]) // 2
     if name.startswith("ranged"):
-        ranges, _, length = Size.of(arguments[-1])
+        ranges, _, length = impls.Size.of(arguments[-1])
         return q.shape[0] * q.shape[1] * ranges, length, length, a
     return q.shape[0] * q.shape[1], q.shape[2], k.shape[2], a
 
@@ -154,23 +135,25 @@ class Price:
             self._positional[0], self._returned = 0, 2
         elif name in _COPIES_INTO:
             self._positional[:2], self._returned = [2, 0], 0
-        elif name in OVER_HOST_LINK:
+        elif name in impls.OVER_HOST_LINK:
             self._positional = [0, 1]  # the bytes of the source, once over the link
         elif name == "scatter_add_":
             # self [..., V] is touched only where the index points: read, add, write
             self._positional[0], self._positional[3] = 0, 3
         self._matmul = MATMULS.get(name, -1)
-        self._grouped = GROUPED_MATMULS.get(name, -1)
+        self._grouped = impls.GROUPED_MATMULS.get(name, -1)
         formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         self._formula = None if self._matmul >= 0 else formula
         self._softmax = self._formula is not None and "flash_attention" in name
-        self._category = ATTENTION if "softmax" in name or "attention" in name else MEMORY_BOUND
-        if name in OVER_HOST_LINK:
-            self._category = HOST_COPY
-        elif name in ON_HOST_CORES:
-            self._category = HOST_UPDATE
-        elif name in READ_BY_HOST:
-            self._category, self._returned = HOST_READ, 0
+        self._category = (
+            program.ATTENTION if "softmax" in name or "attention" in name else program.MEMORY_BOUND
+        )
+        if name in impls.OVER_HOST_LINK:
+            self._category = program.HOST_COPY
+        elif name in impls.ON_HOST_CORES:
+            self._category = program.HOST_UPDATE
+        elif name in impls.READ_BY_HOST:
+            self._category, self._returned = program.HOST_READ, 0
         self.known = (
             self.free
             or max(self._matmul, self._grouped) >= 0
@@ -201,11 +184,11 @@ class Price:
         if self._grouped >= 0:
             flops = _grouped_flops(args[self._grouped :])
             precision = _PRECISION.get(args[self._grouped].dtype, _OTHER)
-            return MATMUL, nbytes, flops, precision, NO_SHAPE, 0, ALIGNED
+            return program.MATMUL, nbytes, flops, precision, NO_SHAPE, 0, program.ALIGNED
         if self._matmul < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
             shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE
-            return self._category, nbytes, flops, precision, shape, 0, ALIGNED
+            return self._category, nbytes, flops, precision, shape, 0, program.ALIGNED
         a, b = args[self._matmul], args[self._matmul + 1]
         *_, m, k = a.shape
         n, batch = b.shape[-1], prod(a.shape[:-2])
@@ -213,7 +196,7 @@ class Price:
         strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(tensor)
         precision = _PRECISION.get(a.dtype, _OTHER)
         return (
-            MATMUL,
+            program.MATMUL,
             nbytes,
             2 * batch * m * n * k,
             precision,
@@ -259,6 +242,6 @@ def _aligned(x: Tensor) -> int:
     *_, r, c = x.shape
     *_, row, column = x.stride()
     if r == 1 or c == 1:
-        return ALIGNED
+        return program.ALIGNED
     nbytes = (row if column == 1 else column) * x.element_size()
-    return min(nbytes & -nbytes or ALIGNED, ALIGNED)
+    return min(nbytes & -nbytes or program.ALIGNED, program.ALIGNED)

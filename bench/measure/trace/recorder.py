@@ -20,28 +20,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.simulator.program_builder import VIEW, KernelRow
+from spbench.bench.measure.trace import operator_results, torch_internals
 from spbench.bench.measure.trace.event_log import EventLog, PostedWork, Streams, recorded_streams
 from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter, makes_on_host
 from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, communication_of, group_axes
-from spbench.bench.measure.trace.operator_results import (
-    Key,
-    Made,
-    OperatorArgument,
-    Remembered,
-    argument_at,
-    described,
-    key_of,
-    worked_out,
-)
 from spbench.bench.measure.trace.repeated_steps import RepeatedSteps, nothing_cut
-from spbench.bench.measure.trace.torch_internals import (
-    FakeTensor,
-    FakeTensorMode,
-    TorchDispatchMode,
-    fake_tensor,
-    no_dispatch,
-    replaced,
-)
 from spbench.impls import choosing_steps, noting_host_work, noting_work
 
 PRIM_DEVICE = torch.ops.prim.device.default
@@ -52,7 +35,7 @@ _NOTHING = torch.empty(0)
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(torch_internals.TorchDispatchMode):
     """While entered, every operator of this thread and of its backward passes through the meters.
 
     Args:
@@ -98,7 +81,9 @@ class Recorder(TorchDispatchMode):
         """Enter the patches of torch that last while the recorder is entered."""
         if self.memory in self.meters:
             # fully_shard frees and makes room for weights by resizing their storages, which is no operator
-            patches.enter_context(replaced(torch.UntypedStorage, {"resize_": self._seen_resize()}))
+            patches.enter_context(
+                torch_internals.replaced(torch.UntypedStorage, {"resize_": self._seen_resize()})
+            )
             patches.enter_context(self.memory.modules.followed())
         if self.memory in self.meters or self.events is not None:
             patches.enter_context(recorded_streams(self.streams))
@@ -162,7 +147,7 @@ class Recorder(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         if func is PRIM_DEVICE:  # half of all calls on fake tensors, and of no interest
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+            return args[0].fake_device if isinstance(args[0], torch_internals.FakeTensor) else func(*args)
         if self._unsettled:
             self._unsettled = False
             time.sleep(self.settle_s)
@@ -179,22 +164,22 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in BETWEEN_TWO and isinstance(args[0][0], FakeTensor):
+        if func in BETWEEN_TWO and isinstance(args[0][0], torch_internals.FakeTensor):
             # fake ranks read no tensor, and a call with a plain tensor takes a tenth of the time
-            with no_dispatch():
+            with torch_internals.no_dispatch():
                 return func([_NOTHING], *args[1:], **kwargs)
         result = func(*args, **kwargs)
-        if func in _RESHAPES and isinstance(result, FakeTensor) and not result.numel():
-            with no_dispatch():
+        if func in _RESHAPES and isinstance(result, torch_internals.FakeTensor) and not result.numel():
+            with torch_internals.no_dispatch():
                 result.set_(args[0].untyped_storage(), result.storage_offset(), result.shape, result.stride())
         return result
 
 
 #: results by key; None: always the plain path. Entries hold no tensor, so all traces of a process share them
-MEMORY: dict[Key, Remembered | None] = {}
+MEMORY: dict[operator_results.Key, operator_results.Remembered | None] = {}
 #: the most entries, which bounds the memory of a process that traces very many shapes
 MOST_ENTRIES = 500_000
-_NEVER_SEEN = Remembered(None, None)
+_NEVER_SEEN = operator_results.Remembered(None, None)
 
 #: collectives that return (the argument that they fill, their Work)
 _IN_PLACE = (
@@ -206,7 +191,7 @@ _IN_PLACE = (
 _WORK_ALONE = (*BETWEEN_TWO, torch.ops.c10d.alltoall_base_.default)
 
 
-def _remember(key: Key, remembered: Remembered | None) -> None:
+def _remember(key: operator_results.Key, remembered: operator_results.Remembered | None) -> None:
     if len(MEMORY) < MOST_ENTRIES:
         MEMORY[key] = remembered
 
@@ -220,7 +205,7 @@ class FastRecorder(Recorder):
         mesh, events: as for :class:`Recorder`. There are no further meters, since those must see every call.
     """
 
-    def __init__(self, mode: FakeTensorMode, mesh: Any = None, events: bool = False):
+    def __init__(self, mode: torch_internals.FakeTensorMode, mesh: Any = None, events: bool = False):
         super().__init__(mesh, events=events)
         self.mode = mode
         with mode:
@@ -230,7 +215,7 @@ class FastRecorder(Recorder):
         # the Work of a transfer between fake ranks, which has always ended
         self._ended = PostedWork(lambda event: None, -1)
         #: the event log's row for a call with these results; None: the log writes no row
-        self._rows: dict[Remembered, KernelRow | None] = {}
+        self._rows: dict[operator_results.Remembered, KernelRow | None] = {}
 
     def _enter_patches(self, patches: ExitStack) -> None:
         super()._enter_patches(patches)
@@ -241,9 +226,9 @@ class FastRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is PRIM_DEVICE and isinstance(args[0], FakeTensor):
+        if func is PRIM_DEVICE and isinstance(args[0], torch_internals.FakeTensor):
             return args[0].fake_device
-        key = None if self._paused else key_of(func, args, kwargs)
+        key = None if self._paused else operator_results.key_of(func, args, kwargs)
         if key is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs = kwargs or {}
@@ -258,7 +243,7 @@ class FastRecorder(Recorder):
             return result
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if key not in MEMORY:
-            _remember(key, described(func, args, kwargs, result))
+            _remember(key, operator_results.described(func, args, kwargs, result))
         return result
 
     def _count_views(self, number: int) -> None:
@@ -268,27 +253,27 @@ class FastRecorder(Recorder):
             self.events.builder.host_work += number * VIEW
 
     def _known(
-        self, key: Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Remembered | None:
+        self, key: operator_results.Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> operator_results.Remembered | None:
         """The description of a call's results, by its key; None: the call must take the plain path."""
         remembered = MEMORY.get(key, _NEVER_SEEN)  # looked up once, since long keys take long to hash
         if remembered is not _NEVER_SEEN:
             return remembered
-        if (remembered := worked_out(func, args, kwargs, self._attributes)) is not None:
+        if (remembered := operator_results.worked_out(func, args, kwargs, self._attributes)) is not None:
             _remember(key, remembered)
         return remembered
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _WORK_ALONE or func in _IN_PLACE:
             first = args[0][0] if isinstance(args[0], list) else args[0]
-            if isinstance(first, FakeTensor):  # the fake group would do nothing
+            if isinstance(first, torch_internals.FakeTensor):  # the fake group would do nothing
                 ended = self._ended.boxed()
                 return ended if func in _WORK_ALONE else (args[0], ended)
         return super()._run(func, args, kwargs)
 
     def _write_row(
         self,
-        remembered: Remembered,
+        remembered: operator_results.Remembered,
         func: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -309,7 +294,11 @@ class FastRecorder(Recorder):
         self._rows[remembered] = builder.rows[written][:-2] if len(builder.rows) > written else None
 
     def _build(
-        self, remembered: Remembered, args: Sequence[Any], kwargs: Mapping[str, Any], meter: MemoryMeter
+        self,
+        remembered: operator_results.Remembered,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        meter: MemoryMeter,
     ) -> Any:
         """Build results by their description, for these arguments; ``meter`` notes new storages."""
         if remembered.results is None:
@@ -319,17 +308,17 @@ class FastRecorder(Recorder):
 
     def _result(
         self,
-        remembered: Made | OperatorArgument,
+        remembered: operator_results.Made | operator_results.OperatorArgument,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         meter: MemoryMeter,
     ) -> Tensor:
-        if isinstance(remembered, OperatorArgument):
-            argument: Tensor = argument_at(remembered.path, args, kwargs)
+        if isinstance(remembered, operator_results.OperatorArgument):
+            argument: Tensor = operator_results.argument_at(remembered.path, args, kwargs)
             return argument
         made, path = remembered, remembered.view_of
-        storage = None if path is None else argument_at(path, args, kwargs).untyped_storage()
-        fake = fake_tensor(
+        storage = None if path is None else operator_results.argument_at(path, args, kwargs).untyped_storage()
+        fake = torch_internals.fake_tensor(
             self.mode, made.shape, made.stride, made.dtype, made.device, made.attributes, storage, made.offset
         )
         if path is None:

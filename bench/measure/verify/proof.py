@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spbench import impls
 from spbench.bench.cell import Cell
 from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import plan
@@ -29,17 +30,6 @@ from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
-from spbench.impls import (
-    Model,
-    all_models,
-    all_strategies,
-    backend_class,
-    exits_refused,
-    is_packaged,
-    model_preset,
-    nesting,
-    versions,
-)
 
 #: the file in this folder with the digest of the package's code on which verification was green
 PROVEN = "proven.json"
@@ -100,16 +90,20 @@ def _cases(cell: Cell) -> list[_Small]:
     """The cases to verify before the cell is measured; none where the cell is proven or refused. Later cases
     have the strategy on fewer ranks, for when earlier cases are unsupported. A backend of a strategy without
     axes is verified with the package's strategies."""
-    cls, backend = nesting(cell.strategy), cell.training.backend
+    cls, backend = impls.nesting(cell.strategy), cell.training.backend
     of_strategy = bool(cls.axes) and not _is_proven(*cls.classes)
-    of_backend = cell.sizes.world > 1 and not _is_proven(backend_class(backend))
+    of_backend = cell.sizes.world > 1 and not _is_proven(impls.backend_class(backend))
     if not (of_strategy or of_backend) or _refused(cell):
         return []
     along = {axis: max(2, cell.mesh_sizes[axis]) for axis in cls.axes}
     most = min(MOST_OF_EACH if len(along) > 1 else MOST, max(along.values(), default=1))
     tried = [(cls, {axis: min(n, fewer) for axis, n in along.items()}) for fewer in range(most, 0, -1)]
     if not cls.axes:
-        own = (nesting(name) for name, each in all_strategies().items() if each.axes and is_packaged(each))
+        own = (
+            impls.nesting(name)
+            for name, each in impls.all_strategies().items()
+            if each.axes and impls.is_packaged(each)
+        )
         tried = [(each, dict.fromkeys(each.axes, 2)) for each in own]
     how: dict[str, Any] = {"options": cell.strategy_options} if cls.axes else {}
     if of_backend:
@@ -130,7 +124,7 @@ def _cases(cell: Cell) -> list[_Small]:
 
 def _key(cases: Sequence[_Small]) -> str:
     """A digest of the cases, their code and packages: if one changes, the cases are verified again."""
-    packages = versions(["torch", *cases[0].case.strategy.requires])
+    packages = impls.versions(["torch", *cases[0].case.strategy.requires])
     return _digest([tuple(each) for each in cases], packages, verified_code())
 
 
@@ -148,19 +142,21 @@ def _verdict(pool: Ranks, cases: Sequence[_Small]) -> Outcome | None:
     return Outcome("unsupported", f"not measured, as nothing could be verified: {rows[-1].reason}")
 
 
-def _small(cell: Cell) -> dict[str, Model]:
+def _small(cell: Cell) -> dict[str, impls.Model]:
     """The cell's model by name, with default options and in sizes for verification."""
-    own = model_preset(cell.model, config=cell.model_config_json).shrunk()
+    own = impls.model_preset(cell.model, config=cell.model_config_json).shrunk()
     if getattr(own, "hidden", 0) <= LARGEST_HIDDEN:
         return {cell.model: own}
-    return {name: each for name, each in all_models().items() if type(each) is type(own) and "-tiny" in name}
+    return {
+        name: each for name, each in impls.all_models().items() if type(each) is type(own) and "-tiny" in name
+    }
 
 
 def _refused(cell: Cell) -> bool:
     if cell.search is not None:  # a search finds out which sizes are refused
         return False
     try:
-        with exits_refused():
+        with impls.exits_refused():
             plan(cell)
     except KeyboardInterrupt:
         raise
@@ -176,7 +172,7 @@ def _refused(cell: Cell) -> bool:
 def _is_proven(*classes: type) -> bool:
     """Whether all classes are this package's, call no other package, and verification was green on the
     package's code as it is now."""
-    own = all(is_packaged(cls) and not getattr(cls, "requires", ()) for cls in classes)
+    own = all(impls.is_packaged(cls) and not getattr(cls, "requires", ()) for cls in classes)
     return own and _package_is_proven()
 
 

@@ -9,16 +9,8 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure import Cluster, Link
+from spbench.bench.tools.calibrate import rate_fits
 from spbench.bench.tools.calibrate.log_findings import ROUNDING, Findings, check_plausible, one_card
-from spbench.bench.tools.calibrate.rate_fits import (
-    LARGE_PASS_BYTES,
-    Rate,
-    attention_rates,
-    collective_rates,
-    launch_gap,
-    memory_rate,
-    product_rates,
-)
 from spbench.bench.yaml_files import merge, read_yaml
 
 #: the digits to which a figure is rounded
@@ -91,7 +83,7 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
     A rate measured on several nodes is divided among the network cards of a node. The latency of the part
     within a node is subtracted, because a group's time is the sum of both parts.
     """
-    rates = collective_rates(findings)
+    rates = rate_fits.collective_rates(findings)
     if not rates:
         return
     most = max(ranks // nodes for _, nodes, ranks in rates)
@@ -102,8 +94,8 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
         cluster.remarks.append(
             "network.nics_per_node: one card a device is taken, since no log says how many"
         )
-    within: dict[str, dict[int, Rate]] = {}
-    between: dict[str, dict[int, tuple[int, Rate]]] = {}
+    within: dict[str, dict[int, rate_fits.Rate]] = {}
+    between: dict[str, dict[int, tuple[int, rate_fits.Rate]]] = {}
     for (kind, nodes, ranks), rate in rates.items():  # of several worlds on as many nodes the largest remains
         if nodes == 1:
             within.setdefault(kind, {})[ranks] = rate
@@ -121,28 +113,27 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
     inside = Link.model_validate(link) if link else None
     cards: int = base.network.nics_per_node if base else cluster.content["network"]["nics_per_node"]
     for kind, by_nodes in between.items():
-        if kind == "all_to_all":
-            cluster.remarks.append("all_to_all between nodes is timed by sends; that of the logs is left out")
-            continue
-        parts = {
-            nodes: _of_a_card(rate, min(cards, on_a_node), _latency(inside, kind, on_a_node))
-            for nodes, (on_a_node, rate) in by_nodes.items()
-        }
+        parts = {}
+        for nodes, (on_a_node, rate) in by_nodes.items():
+            share, latency = 1 / min(cards, on_a_node), _latency(inside, kind, on_a_node)
+            if kind == "all_to_all":  # each device sends its own pieces, of which some stay within the node
+                share, latency = share * on_a_node**2 * (nodes - 1) / (nodes * on_a_node - 1), 0.0
+            parts[nodes] = _of_a_card(rate, share, latency)
         _put_rates(cluster, "network", kind, parts)
     if any(".collectives." in line["figure"] for line in cluster.fitted):
         cluster.put({"collective_model": "measured"})
     cluster.put(without_scalar(base, "link_efficiency"))
 
 
-def _of_a_card(rate: Rate, cards: int, latency_within: float) -> Rate:
-    """The rate of one network card: a part of the rate of a node that has ``cards`` of them; the latency
-    within the node, in seconds, is subtracted."""
+def _of_a_card(rate: rate_fits.Rate, share: float, latency_within: float) -> rate_fits.Rate:
+    """The rate of one network card, a share of a collective's bus bandwidth; the latency within the node, in
+    seconds, is subtracted."""
     latency = None if rate.other is None else max(0.0, rate.other - latency_within)
-    how = f"{rate.how}; the part of one of {cards} cards" if cards > 1 else rate.how
-    return Rate(rate.best / cards, rate.limit / cards, latency, how, rate.source)
+    how = f"{rate.how}; a card's share, {share:.3g}" if share != 1 else rate.how
+    return rate_fits.Rate(rate.best * share, rate.limit * share, latency, how, rate.source)
 
 
-def _put_rates(cluster: LogCluster, link: str, kind: str, by_size: Mapping[int, Rate]) -> None:
+def _put_rates(cluster: LogCluster, link: str, kind: str, by_size: Mapping[int, rate_fits.Rate]) -> None:
     """Put a collective's rates by the number of ranks in a node, or of nodes, into the file; for a send only
     the rate of the largest number."""
     if kind == SEND:
@@ -158,7 +149,7 @@ def _put_rates(cluster: LogCluster, link: str, kind: str, by_size: Mapping[int, 
     cluster.put({link: {"collectives": {kind: entries}}})
 
 
-def _figures(cluster: LogCluster, where: str, rate: Rate) -> dict[str, Any]:
+def _figures(cluster: LogCluster, where: str, rate: rate_fits.Rate) -> dict[str, Any]:
     latency = {}
     if rate.other is not None:
         latency["latency_s"] = cluster.figure(f"{where}: latency_s", rate.other, rate.how, rate.source)
@@ -217,7 +208,7 @@ def _nothing_known(card: str) -> dict[str, Any]:
 
 def _put_matmuls(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
     peaks = {str(name): each.value for name, each in base.device.peak_flops_per_s.items()} if base else {}
-    for precision, rate in product_rates(findings).items():
+    for precision, rate in rate_fits.product_rates(findings).items():
         where, share, how = f"device.matmul.{precision}", 1.0, "the peak is what matmuls reach"
         if peak := peaks.get(precision):
             share, how = rate.limit / peak, rate.how
@@ -234,7 +225,7 @@ def _put_matmuls(cluster: LogCluster, findings: Mapping[str, Findings], base: Cl
 
 def _put_attention(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
     kernels: dict[str, list[dict[str, Any]]] = {}
-    for (kernel, head_size, mask, direction), rate in attention_rates(findings).items():
+    for (kernel, head_size, mask, direction), rate in rate_fits.attention_rates(findings).items():
         where = f"device.attention.{kernel}, head {head_size}, {mask}, {direction or 'both'}"
         entry = {"head_size": head_size, "mask": mask, **({"direction": direction} if direction else {})}
         entry["limit_flops_per_s"] = cluster.figure(where, rate.limit, rate.how, rate.source)
@@ -251,10 +242,10 @@ def _put_attention(cluster: LogCluster, findings: Mapping[str, Findings], base: 
 
 
 def _put_memory(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
-    rate = memory_rate(findings)
+    rate = rate_fits.memory_rate(findings)
     if rate is None:
         if any(each.passes for each in findings.values()):
-            least = f"{LARGE_PASS_BYTES / 2**20:.0f} MiB"
+            least = f"{rate_fits.LARGE_PASS_BYTES / 2**20:.0f} MiB"
             cluster.remarks.append(
                 f"memory: no element-wise kernel moves {least}; caches may hold what is less"
             )
@@ -276,7 +267,7 @@ def _put_memory(cluster: LogCluster, findings: Mapping[str, Findings], base: Clu
 
 
 def _put_launches(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
-    gap = launch_gap(findings)
+    gap = rate_fits.launch_gap(findings)
     if gap is None:
         return
     cluster.put({"device": {"launch_overhead_s": cluster.figure("device.launch_overhead_s", *gap)}})

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from spbench.bench import measure
 from spbench.bench.command_line import progress
 from spbench.bench.command_line.options import WORDS, executor, jobs, many, path_option, printed, variant
 from spbench.bench.command_line.output import Output
@@ -42,22 +43,22 @@ def command(
     output: Path | None,
     resume: bool,
 ) -> Iterator[Output]:
-    """Run scenarios afresh, and write their results as baselines.
+    """Run scenarios again, and write their results as baselines.
 
-    They run on virtual ranks; `spbench compare` holds later results against them.
+    They run on virtual ranks. `spbench compare` compares later results with a baseline.
     """
     if not scenario:
         raise click.UsageError("name at least one --scenario")
     refuse_unmeasured_checkout(Path.cwd(), "a baseline")
     with beginning_server():
-        from spbench.bench.measure import Narrowing, executor_at, run_cells
         from spbench.bench.tools.papers.answer import load_scenario, set_beside
 
-    narrowing = Narrowing(engines=("virtual",), variant=variant)
+    narrowing = measure.Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:
         folder = Path("results", "runs", loaded.name)
-        with executor_at(executor) as there:
-            ran = run_cells(loaded, narrowing, folder, progress, jobs, fresh=not resume, executor=there)
+        with measure.executor_at(executor) as there:
+            asked = loaded, narrowing, folder, progress, jobs
+            ran = measure.run_cells(*asked, fresh=not resume, executor=there)
         if ran.failed(progress):
             progress.message(f"spbench: no baseline of {loaded.name} was written")
             yield Output(code=1)

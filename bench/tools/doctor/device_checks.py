@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from spbench.bench import measure
 from spbench.bench.measure import Nvml, NvmlProblem
 from spbench.bench.tools.doctor.diagnosis import Observation
 from spbench.bench.units import GIB
@@ -157,10 +158,8 @@ _SIOCGIFADDR, _ADDRESS = 0x8915, slice(20, 24)
 
 def virtual_ranks() -> Iterator[Observation]:
     """Check a training step of one of two virtual ranks, on fake tensors."""
-    from spbench.bench.measure import VirtualEngine
-
     begin = time.perf_counter()
-    outcome = VirtualEngine().measure(_cell("virtual"))
+    outcome = measure.VirtualEngine().measure(_cell("virtual"))
     took = time.perf_counter() - begin
     works = outcome.status == "ok"
     text = f"{outcome.status}: {outcome.reason}"
@@ -172,10 +171,8 @@ def virtual_ranks() -> Iterator[Observation]:
 
 def real_ranks() -> Iterator[Observation]:
     """Check that two processes, started like by the engine "distributed", form a Gloo group and sum in it."""
-    from spbench.bench.measure import launch
-
     begin = time.perf_counter()
-    outcome = launch(_cell("distributed"), _meet)
+    outcome = measure.launch(_cell("distributed"), _meet)
     took = time.perf_counter() - begin
     meeting = max(seconds for seconds, _ in outcome.values())
     total = sum(range(1, _RANKS + 1))

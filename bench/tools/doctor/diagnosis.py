@@ -26,8 +26,10 @@ from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
+from spbench import impls
 from spbench.bench.files import CACHE_FOLDER, cache_folder
 from spbench.bench.measure import environment_of_child, memory_bytes, usable_cores
 from spbench.bench.units import GIB, MIB
@@ -228,7 +230,7 @@ def triton() -> Iterator[Observation]:
     failed: dict[str, str] = {}
     for card, capability in _CAPABILITIES.items():
         try:
-            _compile(capability)
+            _compile(triton, capability)
         except Exception as error:  # of a compiler anything can be raised
             failed[card] = next(iter(str(error).strip().splitlines()), type(error).__name__)
     works = ", ".join(f"{card} (sm_{_CAPABILITIES[card]})" for card in _CAPABILITIES if card not in failed)
@@ -238,12 +240,8 @@ def triton() -> Iterator[Observation]:
     yield Observation.judged("Triton", not failed, text, remedy)
 
 
-def _compile(capability: int) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from spbench.impls import linear_attention_triton as kernels
-
+def _compile(triton: ModuleType, capability: int) -> None:
+    kernels = impls.linear_attention_triton
     scan = kernels._scan
     constants = {"SIZE": 64 * 64, "BACKWARD": False, "TS": kernels.SCANNED}
     types = {"states": "*fp32", "rates": "*fp32"}
@@ -252,7 +250,7 @@ def _compile(capability: int) -> None:
         {name: "constexpr" if name in constants else types.get(name, "i32") for name in scan.arg_names},
         {(place,): constants[name] for place, name in enumerate(scan.arg_names) if name in constants},
     )
-    triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", capability, 32))
 
 
 # -- what the system gives -------------------------------------------------------------------------------

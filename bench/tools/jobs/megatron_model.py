@@ -5,21 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from spbench.bench.tools.jobs import megatron_layers
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.megatron_kernels import (
     check_switches,
     choose_attention,
     facts_of_card,
     ignore_absent_fusions,
-)
-from spbench.bench.tools.jobs.megatron_layers import (
-    layers_of,
-    length_of,
-    pattern_of,
-    set_hybrid,
-    set_layers_with_experts,
-    set_windows,
-    windows_of,
 )
 from spbench.bench.tools.jobs.rules import call
 from spbench.bench.units import gib
@@ -37,15 +29,17 @@ _LARGE_MASK = 2**30
 def set_model(account: Account, *, bert: bool, cluster: str | None) -> None:
     """Set the model and its options from the job's arguments."""
     account.calls = {
-        "layers_with_experts": set_layers_with_experts,
+        "layers_with_experts": megatron_layers.set_layers_with_experts,
         "absent_fusions": ignore_absent_fusions,
         "choose_attention": choose_attention,
         "switches_of_attention": check_switches,
         "first_steps": lambda account: account.first_steps(one=account.value("--train-iters") == 1),
     }
     account.facts |= {**_facts(account), **_facts_of_sizes(account, bert), **facts_of_card(account, cluster)}
-    hybrid = not bert and set_hybrid(account)
-    windows = "" if hybrid or bert else windows_of(account, layers_of(account))
+    hybrid = not bert and megatron_layers.set_hybrid(account)
+    windows = (
+        "" if hybrid or bert else megatron_layers.windows_of(account, megatron_layers.layers_of(account))
+    )
     preset = "bert-large" if bert else _HYBRID if hybrid or windows else _preset(account)
     name = "HybridModel" if hybrid else model_name(bert)
     account.set("model", preset, note=f"{name}, all of whose sizes are below")
@@ -62,7 +56,7 @@ def set_model(account: Account, *, bert: bool, cluster: str | None) -> None:
     account.ignore("of a BertModel", "--bert-no-binary-head")
     call(account, "layers")
     call(account, "positions")
-    set_windows(account, windows)
+    megatron_layers.set_windows(account, windows)
     for section in ("sink", "attention", "state_processors", "loss", "recomputation"):
         call(account, section)
 
@@ -81,11 +75,11 @@ def _facts(account: Account) -> dict[str, Any]:
     heads, size = account.value("--mamba-num-heads"), account.value("--mamba-head-dim")
     positions = account.value("--position-embedding-type")
     micro = account.value("--micro-batch-size") or 1
-    held = micro * (length_of(account) or 0) ** 2
+    held = micro * (megatron_layers.length_of(account) or 0) ** 2
     return {
-        "pattern": pattern_of(account),
-        "layers": layers_of(account),
-        "length": length_of(account),
+        "pattern": megatron_layers.pattern_of(account),
+        "layers": megatron_layers.layers_of(account),
+        "length": megatron_layers.length_of(account),
         "local": "local" in (account.value("--spec"), account.value("--transformer-impl")),
         "rotary": account.has("--use-rotary-position-embeddings") or positions == "rope",
         "rotary_base": float(account.value("--rotary-base")),
@@ -140,5 +134,5 @@ def model_name(bert: bool) -> str:
 
 
 def _preset(account: Account) -> str:
-    weights = 12 * (layers_of(account) or 1) * (account.value("--hidden-size") or 1) ** 2
+    weights = 12 * (megatron_layers.layers_of(account) or 1) * (account.value("--hidden-size") or 1) ** 2
     return min(_PRESETS, key=lambda name: max(weights / _PRESETS[name], _PRESETS[name] / max(1, weights)))

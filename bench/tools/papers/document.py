@@ -30,15 +30,8 @@ from pandas import DataFrame, Series, to_numeric
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_text, write_whole
+from spbench.bench.tools.papers import paper_findings
 from spbench.bench.tools.papers.comparison import groups, lines_of, read_comparisons
-from spbench.bench.tools.papers.paper_findings import (
-    Line,
-    PaperFindings,
-    PaperVerdict,
-    counts,
-    markdown,
-    verdict_on,
-)
 from spbench.bench.tools.papers.sources import ALL, FIELD, MEASURED, papers, published_file
 from spbench.bench.tools.papers.validation import ladder_lines, trust_lines, validation_lines
 from spbench.bench.units import difference, error_percent, six_digits
@@ -52,7 +45,7 @@ DETAILS_FOLDER = Path("results", "reproduction")
 TIMES_PAGE = DETAILS_FOLDER / "times.md"
 
 #: a function from a paper's findings to the text of a part
-PartText = Callable[[PaperFindings], str]
+PartText = Callable[[paper_findings.PaperFindings], str]
 #: by paper: a page with a further part, the part's name, and the function from records to its lines
 _FURTHER = {
     MEASURED: (DETAILS_FOLDER / f"{MEASURED}.md", "validation", validation_lines),
@@ -70,14 +63,16 @@ def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, dict[str, PartT
     """The documents on a paper, by path below the working directory: for each generated part, by name, the
     function that makes its text from the paper's findings."""
     details: dict[str, PartText] = {"compared": _titled}
-    details |= {name: partial(PaperFindings.part, name=name) for name in scenarios}
+    details |= {name: partial(paper_findings.PaperFindings.part, name=name) for name in scenarios}
     parts: dict[Path, dict[str, PartText]] = {
         SUMMARY_PAGE: {"verdict": paper_sections},
         _details(paper): details,
     }
     if paper in _FURTHER:
         page, name, lines = _FURTHER[paper]
-        parts.setdefault(page, {})[name] = lambda findings: markdown(_once(lines(findings.records)))
+        parts.setdefault(page, {})[name] = lambda findings: paper_findings.markdown(
+            _once(lines(findings.records))
+        )
     return parts
 
 
@@ -99,7 +94,7 @@ def check_documents(paper: str, scenarios: Sequence[str]) -> None:
         _with_parts(path, paper, dict.fromkeys(names, ""))
 
 
-def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
+def rendered_documents(findings: paper_findings.PaperFindings) -> dict[Path, str]:
     """By path, the text of each document with the parts of the findings' paper replaced; UserError if a
     document cannot be read, or lacks a part."""
     return {
@@ -108,17 +103,17 @@ def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
     }
 
 
-def write_documents(findings: PaperFindings) -> list[Path]:
+def write_documents(findings: paper_findings.PaperFindings) -> list[Path]:
     """Write the documents after all texts are made, each whole or not at all; returns the paths. UserError as
     in :func:`rendered_documents`, or if a file cannot be written; that file stays the same."""
     written = [write_whole(path, text) for path, text in rendered_documents(findings).items()]
     return [*written, *write_shared()]
 
 
-def write_part(path: Path, paper: str, name: str, lines: Sequence[Line]) -> Path:
+def write_part(path: Path, paper: str, name: str, lines: Sequence[paper_findings.Line]) -> Path:
     """Replace one part of a document by a table of these lines; UserError if the document cannot be read or
     written, or has no such part."""
-    return write_whole(path, _with_parts(path, paper, {name: markdown(lines)}))
+    return write_whole(path, _with_parts(path, paper, {name: paper_findings.markdown(lines)}))
 
 
 def write_shared() -> list[Path]:
@@ -152,22 +147,22 @@ def _with_parts(path: Path, paper: str, texts: Mapping[str, str]) -> str:
     return _PART.sub(part, document)
 
 
-def _once(lines: Sequence[Line]) -> list[Line]:
+def _once(lines: Sequence[paper_findings.Line]) -> list[paper_findings.Line]:
     """The lines, with a blank first column if the line above has the same text in that column."""
     firsts = [next(iter(line.items())) for line in lines]
     same = [above == own for above, own in pairwise([None, *firsts])]
     return [{**line, **({own[0]: ""} if s else {})} for line, own, s in zip(lines, firsts, same, strict=True)]
 
 
-def _titled(findings: PaperFindings) -> str:
+def _titled(findings: paper_findings.PaperFindings) -> str:
     """The errors of all tables and claims, in Markdown; a scenario's first line has its title, a link."""
-    lines: list[Line] = []
+    lines: list[paper_findings.Line] = []
     for line in findings.verdict():
         scenario = line.pop("scenario")
         document = findings.documents.get(scenario)
         title = f"[{document.title}](#{scenario})" if document else "**all of the page**"
         lines.append({"table or figure": title, **line})
-    return markdown(_once(lines))
+    return paper_findings.markdown(_once(lines))
 
 
 HEADLINES_FILE = "headlines.csv"
@@ -181,7 +176,7 @@ _FIGURE = re.compile(r"\(([^()]+)\)$")
 # -- verdicts ------------------------------------------------------------------------------------------------
 
 
-def paper_sections(findings: PaperFindings) -> str:
+def paper_sections(findings: paper_findings.PaperFindings) -> str:
     """The sections on a paper, in Markdown: one for its own numbers, and one for each other paper whose
     numbers are on its page, each with a verdict and a line for each table or figure. Titles link to the page
     of details, at their scenario's name."""
@@ -192,25 +187,25 @@ def paper_sections(findings: PaperFindings) -> str:
     return "\n".join(_section(findings, source, names) for source, names in sorted(by_source.items()))
 
 
-def _section(findings: PaperFindings, source: str, scenarios: Sequence[str]) -> str:
+def _section(findings: paper_findings.PaperFindings, source: str, scenarios: Sequence[str]) -> str:
     paper = papers()[findings.paper]
-    verdict = verdict_on(findings.of(*scenarios))
+    verdict = paper_findings.verdict_on(findings.of(*scenarios))
     title = source or (f"{paper.label}, {paper.source}" if "arXiv" in paper.source else paper.title)
     target = f"{_details(findings.paper).as_posix()}" + (f"#{scenarios[0]}" if source else "")
-    sentences = f"{counts(verdict).capitalize()}. {'' if source else paper.finding}".rstrip()
+    sentences = f"{paper_findings.counts(verdict).capitalize()}. {'' if source else paper.finding}".rstrip()
     of_scenarios = {name: [*_lines(name, findings)] for name in scenarios}
     without = [_link(name, findings, short=True) for name, own in of_scenarios.items() if not own]
     lines = [*chain.from_iterable(of_scenarios.values())]
-    text = f"## [{title}]({target}): {verdict.word}\n\n{sentences}\n\n{markdown(lines)}"
+    text = f"## [{title}]({target}): {verdict.word}\n\n{sentences}\n\n{paper_findings.markdown(lines)}"
     return text + (f"\nNo numbers are published for {', '.join(without)}.\n" if without else "")
 
 
-def _lines(scenario: str, findings: PaperFindings) -> Iterator[Line]:
+def _lines(scenario: str, findings: paper_findings.PaperFindings) -> Iterator[paper_findings.Line]:
     """The line of a scenario, if it has judged numbers: verdict, counts and errors of each kind of number."""
     document = findings.documents.get(scenario)
     records = findings.of(scenario)
     records = records.assign(kind=[kind_of(record) for record in lines_of(records)])
-    verdicts = {kind: verdict_on(some) for kind, some in groups(records, "kind")}
+    verdicts = {kind: paper_findings.verdict_on(some) for kind, some in groups(records, "kind")}
     judged = {kind: verdict for kind, verdict in verdicts.items() if verdict.judged}
     if judged:
         yield {
@@ -220,14 +215,14 @@ def _lines(scenario: str, findings: PaperFindings) -> Iterator[Line]:
         }
 
 
-def _reproduces(kind: str, verdict: PaperVerdict) -> str:
+def _reproduces(kind: str, verdict: paper_findings.PaperVerdict) -> str:
     """In words: a kind of number, its verdict, how many are met, and the median and worst error, if any."""
     errors = verdict.formula_errors if kind == "bytes" else verdict.errors
     worst = map(error_percent, (median(errors), max(errors)) if errors else ())
     return ", ".join([f"{kind}: **{verdict.word}**", f"{verdict.met}/{verdict.judged}", *worst])
 
 
-def _link(scenario: str, findings: PaperFindings, *, short: bool = False) -> str:
+def _link(scenario: str, findings: paper_findings.PaperFindings, *, short: bool = False) -> str:
     """A scenario's title without the paper's name, as a link to its details; ``short``: only its figure."""
     document = findings.documents.get(scenario)
     title = document.title.replace(f"({findings.paper.upper()}, ", "(") if document else scenario
@@ -248,7 +243,7 @@ def kind_of(record: Any) -> str:
 # -- headline claims -----------------------------------------------------------------------------------------
 
 
-def headline_lines(folder: Path) -> list[Line]:
+def headline_lines(folder: Path) -> list[paper_findings.Line]:
     """A line for each claim of results/papers/headlines.csv: the published number and ours.
 
     Args:

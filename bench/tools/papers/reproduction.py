@@ -16,21 +16,8 @@ from spbench.bench.command_line.progress import SweepProgress, message
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import filled
 from spbench.bench.row import finite
+from spbench.bench.tools.papers import comparison
 from spbench.bench.tools.papers.answer import set_beside
-from spbench.bench.tools.papers.comparison import (
-    FILLED,
-    OF_TIMES,
-    RECORDS,
-    UNKNOWN,
-    Comparison,
-    as_lines,
-    frame_of,
-    is_time,
-    joined,
-    read_comparisons,
-    read_records,
-    write_csv,
-)
 from spbench.bench.tools.papers.document import write_documents
 from spbench.bench.tools.papers.draw_figures import draw, draw_figure
 from spbench.bench.tools.papers.paper_findings import PaperFindings
@@ -145,15 +132,17 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[mea
         drawn, figure_failed = draw_figure(scenario, ran, comparisons, request.output / "figures")
         files += drawn
         failed = ran.failed(progress) or figure_failed or failed
-    records = joined(of_scenarios)
+    records = comparison.joined(of_scenarios)
     # leave out our own closed forms (sent_bytes), which nobody has published
     records = records[records["quantity"] != "sent_bytes"]
     runs = DataFrame([run_record(name, ran) for name, ran in all_ran.items()], columns=list(RUNS))
     if one:
         names = [each.name for each in scenarios]
         of_paper, of_runs = (request.earlier(f"{paper.name}{kind}.csv") for kind in ("", "_runs"))
-        records = _in_order(names, records, read_comparisons(of_paper) if of_paper.exists() else records[:0])
-        other_runs = read_records(of_runs) if of_runs.exists() else []
+        records = _in_order(
+            names, records, comparison.read_comparisons(of_paper) if of_paper.exists() else records[:0]
+        )
+        other_runs = comparison.read_records(of_runs) if of_runs.exists() else []
         runs = _in_order(names, runs, DataFrame(other_runs, columns=list(RUNS)))
         for name in _out_of_date(scenarios, records):
             message(
@@ -162,19 +151,19 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[mea
             )
     documents = {scenario.name: scenario.document for scenario in scenarios}
     orders = orders_by_scenario(scenarios, records)
-    findings = PaperFindings(paper.name, records, as_lines(runs, RUNS), documents, orders)
+    findings = PaperFindings(paper.name, records, comparison.as_lines(runs, RUNS), documents, orders)
     tables = [
-        write_csv(records[[*RECORDS]], request.output / f"{paper.name}.csv"),
-        write_csv(runs, request.output / f"{paper.name}_runs.csv"),
+        comparison.write_csv(records[[*comparison.RECORDS]], request.output / f"{paper.name}.csv"),
+        comparison.write_csv(runs, request.output / f"{paper.name}_runs.csv"),
     ]
     if request.write:
         tables += write_documents(findings)
-    drawn, figure_failed = draw(paper.name, [], records[[*RECORDS]], request.output / "figures")
+    drawn, figure_failed = draw(paper.name, [], records[[*comparison.RECORDS]], request.output / "figures")
     return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 
 def records_of(
-    scenario: measure.Scenario, ran: measure.RanScenario, comparisons: Sequence[Comparison]
+    scenario: measure.Scenario, ran: measure.RanScenario, comparisons: Sequence[comparison.Comparison]
 ) -> DataFrame:
     """The lines of PAPER.csv from a scenario's run. A claim counts as a table of one number with the claim's
     name."""
@@ -182,14 +171,14 @@ def records_of(
     for entry in comparisons:
         row, texts = ran.known.get(entry.cell), {}
         measurement = {} if row is None else row["measurement"]
-        if is_time(entry.quantity):
-            texts = {name: measurement.get(name, "") for name in OF_TIMES}
+        if comparison.is_time(entry.quantity):
+            texts = {name: measurement.get(name, "") for name in comparison.OF_TIMES}
             share = measure.unknown_share(measurement)
-            texts[UNKNOWN] = f"{share:.3g}" if share else ""
+            texts[comparison.UNKNOWN] = f"{share:.3g}" if share else ""
         if entry.status_published and (part := filled(measurement)):
-            texts[FILLED] = f"{part:.6g}"
+            texts[comparison.FILLED] = f"{part:.6g}"
         records.append(replace(entry, table=entry.table or entry.claim, scenario=scenario.name, **texts))
-    return frame_of(records)
+    return comparison.frame_of(records)
 
 
 def _in_order(scenarios: Sequence[str], mine: DataFrame, others: DataFrame) -> DataFrame:
@@ -236,7 +225,7 @@ def _report(
     unpublished = {at: line["errors"] for at, line in enumerate(verdict) if not line["numbers"]}
     important = ("scenario", "compared", "errors", "numbers", "variant", "statuses right")
     table = Table("Verdict", verdict, important, ("errors",), unpublished)
-    records = as_lines(findings.records)
+    records = comparison.as_lines(findings.records)
     content = {"paper": paper.name, "records": records, "runs": findings.runs}
     if findings.orders:
         content["orders"] = [line for lines in findings.orders.values() for line in lines]
@@ -248,7 +237,7 @@ def _report(
         [f"{paper.title} ({paper.source})", table],
         finite(content),
         records,
-        RECORDS,
+        comparison.RECORDS,
         notes=[f"{cells} cells: {statuses}", f"{paper.name}: {of_all['errors']}"],
         files=files,
         code=code,

@@ -22,28 +22,11 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
 from spbench.bench.row import Row, json_line
+from spbench.bench.tools.papers import document, past_errors
 from spbench.bench.tools.papers.answer import load_scenario, set_beside
 from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv, write_csv
-from spbench.bench.tools.papers.document import (
-    SUMMARY_PAGE,
-    TIMES_PAGE,
-    TRUST_PAGE,
-    check_documents,
-    write_part,
-    write_shared,
-)
 from spbench.bench.tools.papers.error_fits import fit
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
-from spbench.bench.tools.papers.past_errors import (
-    WITHOUT_RATES,
-    class_lines,
-    counted_times,
-    grouped_observations,
-    left_out_lines,
-    observations,
-    observed,
-    time_lines,
-)
 from spbench.bench.tools.papers.reproduction import (
     FOLDER,
     UNFOLLOWED,
@@ -131,13 +114,13 @@ def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterat
         )
     others: dict[str, Callable[[Reproduction], Output]] = {
         STRATEGIES: _strategies,
-        **{name: partial(_without_rates, name) for name in WITHOUT_RATES},
+        **{name: partial(_without_rates, name) for name in past_errors.WITHOUT_RATES},
         CASES: _cases,
         EXPERT_CASES: lambda request: predicted_cases(request.run, request.output, EXPERT_CASES),
     }
     of_papers = [] if request.paper in (*others, BANDS) else scenarios_of(request.asked[0])
     for paper, scenarios in of_papers if request.write else ():
-        check_documents(paper.name, [scenario.name for scenario in scenarios])
+        document.check_documents(paper.name, [scenario.name for scenario in scenarios])
     with measure.Crew(measure.run_cell) as crew, measure.executor_at(executor) as there:
         request = replace(request, crew=crew, executor=there)
         for paper, scenarios in of_papers:
@@ -181,7 +164,7 @@ def _without_rates(name: str, request: Reproduction) -> Output:
         raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")
     path = write_csv(records[[*RECORDS]], request.output / f"{name}.csv")
     written = as_lines(records)
-    table = Table(f"Published step times {WITHOUT_RATES[name]}", lines)
+    table = Table(f"Published step times {past_errors.WITHOUT_RATES[name]}", lines)
     return Output([table], {"records": written}, written, RECORDS, files=[path], code=int(failed))
 
 
@@ -190,22 +173,24 @@ def _cases(request: Reproduction) -> Output:
     output = predicted_cases(request.run, request.output)
     if not request.write:
         return output
-    page = write_part(TRUST_PAGE, CASES, "errors", of_all_machines(output.content["summary"]))
-    return replace(output, files=[*output.files, page, *write_shared()])
+    page = document.write_part(
+        document.TRUST_PAGE, CASES, "errors", of_all_machines(output.content["summary"])
+    )
+    return replace(output, files=[*output.files, page, *document.write_shared()])
 
 
 def fit_bands(request: Reproduction) -> Output:
     """Fit the intervals to the files of `spbench reproduce`, with the number of times of each source within
     the intervals that the other sources give; write intervals, errors of memory and evidence for verdicts.
     With --write these files replace the package's, and the pages that show their numbers are updated."""
-    names = (*papers(), *WITHOUT_RATES)
+    names = (*papers(), *past_errors.WITHOUT_RATES)
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
-    records, cells = counted_times(files), _all_cells()
-    seen = observations(records, cells)
+    records, cells = past_errors.counted_times(files), _all_cells()
+    seen = past_errors.observations(records, cells)
     if seen.empty:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = fit([*observed(seen), *grouped_observations()])
-    lines = time_lines(records, cells)
+    model = fit([*past_errors.observed(seen), *past_errors.grouped_observations()])
+    lines = past_errors.time_lines(records, cells)
     intervals = [
         {
             "rates": rates,
@@ -233,11 +218,13 @@ def fit_bands(request: Reproduction) -> Output:
     written = [write_whole(folder / name, f"{text}\n") for name, text in contents.items()]
     if request.write:
         written += [
-            write_part(TIMES_PAGE, BANDS, "times", lines),
-            write_part(TRUST_PAGE, BANDS, "classes", class_lines(records)),
-            write_part(TRUST_PAGE, BANDS, "left-out", left_out_lines(records, cells)),
-            write_part(SUMMARY_PAGE, BANDS, "certainty", verdicts),
-            *write_shared(),
+            document.write_part(document.TIMES_PAGE, BANDS, "times", lines),
+            document.write_part(document.TRUST_PAGE, BANDS, "classes", past_errors.class_lines(records)),
+            document.write_part(
+                document.TRUST_PAGE, BANDS, "left-out", past_errors.left_out_lines(records, cells)
+            ),
+            document.write_part(document.SUMMARY_PAGE, BANDS, "certainty", verdicts),
+            *document.write_shared(),
         ]
         measure.packaged_model.cache_clear()
     tables = [

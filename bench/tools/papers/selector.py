@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from spbench.bench.cell import Cell, Count, strategy_axes
+from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.errors import suggestion
 from spbench.bench.measure import rank_classes
 from spbench.bench.measurement import Measurement
+from spbench.bench.setting_values import Count
 from spbench.bench.yaml_files import StrictModel, finite
 from spbench.impls import FOLDED_AXES, MESH_AXES, check_axis_names, ranks_along, whole_mesh
 

@@ -19,28 +19,10 @@ from pandas import DataFrame
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import FITS, NO, PEAK, RESERVED, TIGHT, Evidence, Filled, kinds_of
-from spbench.bench.tools.papers.comparison import (
-    FILLED,
-    frame_of,
-    groups,
-    joined,
-    lines_of,
-    parts_of_a_whole,
-    read_comparisons,
-    read_csv,
-)
+from spbench.bench.tools.papers import comparison, sources
 from spbench.bench.tools.papers.megatron_cases import CASES, GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, absolute_errors, distinct
 from spbench.bench.tools.papers.past_errors import COUNTED, DATASHEETS, counted_times, log_errors
-from spbench.bench.tools.papers.sources import (
-    EXPERTS,
-    MEASURED,
-    MeasuredSource,
-    measured_sources,
-    papers,
-    published_file,
-    publishers,
-)
 from spbench.bench.units import difference, error_percent
 from spbench.plots.series import grouped
 
@@ -58,16 +40,16 @@ QUANTITY_NAMES = {
 }
 
 
-def records_by_source(records: DataFrame) -> dict[MeasuredSource, DataFrame]:
+def records_by_source(records: DataFrame) -> dict[sources.MeasuredSource, DataFrame]:
     """The records of each file of measurements that has any, by source; each measured number once."""
-    by_file = dict(groups(distinct(records), "file"))
-    return {source: by_file[source.file] for source in measured_sources() if source.file in by_file}
+    by_file = dict(comparison.groups(distinct(records), "file"))
+    return {source: by_file[source.file] for source in sources.measured_sources() if source.file in by_file}
 
 
 def validation_lines(records: DataFrame) -> list[Line]:
     """A line for each source of measurements and quantity, with other predictors of the same runs; then a
     line for each predictor on other runs. ``records`` are of `spbench reproduce measured`."""
-    others = published_file(PREDICTORS_FILE).rows
+    others = sources.published_file(PREDICTORS_FILE).rows
     of_runs = grouped(others, lambda row: (row["file"], row["quantity"]))
     lines = [
         (f"{source.measured_by}, {source.machines}", name, mine, of_runs.get((source.file, name), []))
@@ -110,7 +92,7 @@ def _other_predictor(other: Mapping[str, str]) -> str:
 def predictor_errors(other: Mapping[str, str]) -> list[float]:
     """|predicted / measured - 1| of another predictor, for each row of a file of measurements: ``other``, a
     row of results/measured/other_predictors.csv, names the file and both columns."""
-    rows = published_file(other["file"]).rows
+    rows = sources.published_file(other["file"]).rows
     return [abs(float(row[other["predicted"]]) / float(row[other["measured"]]) - 1) for row in rows]
 
 
@@ -133,22 +115,22 @@ def trust_lines(folder: Path) -> list[Line]:
     Raises:
         UserError: a file cannot be read.
     """
-    files = {name: folder / f"{name}.csv" for name in papers()}
-    by_paper = {name: read_comparisons(path) for name, path in files.items()}
-    by_source = records_by_source(by_paper.pop(MEASURED))
-    on_b200 = joined(
+    files = {name: folder / f"{name}.csv" for name in sources.papers()}
+    by_paper = {name: comparison.read_comparisons(path) for name, path in files.items()}
+    by_source = records_by_source(by_paper.pop(sources.MEASURED))
+    on_b200 = comparison.joined(
         some
         for source, some in by_source.items()
         if "B200" in source.machines and "GB200" not in source.machines
     )
-    others = joined(some for name, some in by_paper.items() if name != EXPERTS)
-    cases = read_csv(folder / f"{CASES}_errors.csv")[1]
-    of_cases = frame_of({**line, "relative_error": float(line["error"])} for line in cases)
+    others = comparison.joined(some for name, some in by_paper.items() if name != sources.EXPERTS)
+    cases = comparison.read_csv(folder / f"{CASES}_errors.csv")[1]
+    of_cases = comparison.frame_of({**line, "relative_error": float(line["error"])} for line in cases)
     peaks = _of(on_b200, "peak_memory_gib"), _of(on_b200, "reserved_memory_gib")
     times = counted_times([*files.values(), folder / f"{DATASHEETS}.csv"])
     times["relative_error"] = [math.expm1(error) for error in log_errors(times)]
     is_measured = times["rates"].isin(_MEASURED_RATES)
-    memory = joined([*peaks, of_cases, _of(distinct(others), *_PEAKS)])
+    memory = comparison.joined([*peaks, of_cases, _of(distinct(others), *_PEAKS)])
     kinds = [
         ("memory", "Megatron-LM on A100 to GB200; tables of RSA, LASP, LASP-2 and FPDT", memory),
         ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
@@ -171,7 +153,7 @@ def _wire_counts(records: DataFrame) -> DataFrame:
     counted = {
         f"{file}:{row['claim']}:published"
         for file in formulas["file"].unique()
-        for row in published_file(file).rows
+        for row in sources.published_file(file).rows
         if row["what"].startswith(_COUNTS_WIRE)
     }
     return formulas[formulas["source"].isin(counted)]
@@ -188,12 +170,12 @@ def ladder_lines(records: DataFrame) -> list[Line]:
         records: the records of `spbench reproduce field`.
     """
     prices: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for record in lines_of(records[records["reproduced"].notna()]):
+    for record in comparison.lines_of(records[records["reproduced"].notna()]):
         if price := _PRICE.fullmatch(record.table_name):
             of = prices[f"{price['machine']}, {price['rung']}"]
             of[price["base"]].append(f"{difference(record.reproduced - 1)} ({price['step']})")
     lines = []
-    for record in lines_of(records[records["table_name"] == _LADDER]):
+    for record in comparison.lines_of(records[records["table_name"] == _LADDER]):
         machine, _, rung = record.label.rpartition(", ")
         paid = prices[record.label].items()
         lines.append(
@@ -234,11 +216,11 @@ def memory_errors(
         if line["quantity"] in MEMORY[:2]  # which are peaks
     ]
     for path in paths:
-        records = read_comparisons(path)
+        records = comparison.read_comparisons(path)
         counted = records["role"].isin(COUNTED) & records["cell"].isin(cells)
         records = distinct(_of(records[counted], *_MEMORY))
         scored = records["file"].isin(GOLDEN_FILES if of_cases else ())
-        for record in lines_of(records[records["has_both"] & ~scored]):
+        for record in comparison.lines_of(records[records["has_both"] & ~scored]):
             kind = cells[record.cell].training.backend, _MEMORY[record.quantity]
             run = " ".join(record.source.split(":")[:3])
             errors.append((*kind, run, record.reproduced / record.published - 1))
@@ -258,14 +240,17 @@ def filled_runs(paths: Iterable[Path], cells: Mapping[str, Cell]) -> tuple[list[
         paths: paths of files of `spbench reproduce`.
         cells: cells by key; records without a cell are left out.
     """
-    records = joined(read_comparisons(path) for path in paths)
+    records = comparison.joined(comparison.read_comparisons(path) for path in paths)
     records = records[records["cell"].isin(cells) & records["of_table"]]
-    records = records.assign(part=parts_of_a_whole(records, FILLED), by=records["source"].map(publishers()))
+    records = records.assign(
+        part=comparison.parts_of_a_whole(records, comparison.FILLED),
+        by=records["source"].map(sources.publishers()),
+    )
     of_cell = {key: kinds_of(cells[key]) for key in records["cell"].unique()}
     measured = _of(records[records["has_both"]], *_MEMORY, *_SEEN)
     told = records[records["status_published"].isin(["ok", "oom"]) & records["part"].notna()]
     runs = []
-    for run in lines_of(told.drop_duplicates(["by", "run"])):
+    for run in comparison.lines_of(told.drop_duplicates(["by", "run"])):
         oom = run.status_published == "oom", run.status_reproduced == "oom"
         runs.append(Filled(run.part, of_cell[run.cell], cells[run.cell].training.backend, run.by, *oom))
     return runs, set().union(*(of_cell[key] for key in measured["cell"].unique()))

@@ -24,7 +24,9 @@ from spbench.bench.measure import Cluster, load_cluster
 from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.jobs import JOBS
+from spbench.bench.tools.run import listed_classes
 from spbench.bench.tools.run.kinds_of_work import GAP, STANDS_IN, kinds_of_work, without_own_rates
+from spbench.bench.tools.run.rate_curves import attention_curves, link_curves, product_curves
 from spbench.bench.yaml_files import packaged, read_yaml
 from spbench.impls import FunctionModules
 from spbench.plots import FIGURES
@@ -74,7 +76,6 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
 def _drawn(cluster: Cluster, figure: Path) -> list[Path]:
     """Draw a cluster's rates; return the paths of the files. UserError if the cluster has no rates, or a file
     cannot be written."""
-    from spbench.bench.tools.run.rate_curves import attention_curves, link_curves, product_curves
     from spbench.plots.rates import draw_cluster_rates
 
     of_kinds = {"size": product_curves, "length": attention_curves, "message": link_curves}
@@ -127,12 +128,12 @@ class _KindOrText(click.Choice[str]):
 def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
     """List scenarios, strategies, models, clusters and the rest.
 
-    It lists what there is of a KIND, or of every kind if none is named; with TEXT, what has it in its name:
-    `list ring`, `list clusters h100`. `list strategies llama3-8b` has the strategies that take a model,
+    The command lists all of a KIND, or a part of every kind. With TEXT it lists names that contain TEXT:
+    `list ring`, `list clusters h100`. `list strategies llama3-8b` lists the strategies that take a model, and
     `list models dsp` the models that a strategy takes. Kinds: scenarios, strategies, peers, as-published
-    (code that papers compare with, whose function is not the model's), models, clusters, backends, engines,
+    (published code that computes something else than the model), models, clusters, backends, engines,
     meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of
-    one by kind of work, each with its source, and what is not known; NAME may be a file of yours.
+    a cluster by kind of work, each with its source, and the missing rates; NAME may be a file of yours.
     """
     if kind == _ONE:
         if text is None:
@@ -156,10 +157,8 @@ def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
         note = "spbench list KIND has all of a kind, with a line about each"
         return Output([_overview(content)], content, lines, columns, notes=[note], details=paragraphs)
     if kind == "models":
-        from spbench.bench.tools.run.listed_classes import tables_of_models
-
         notes = ["spbench list models TEXT has each whose name has TEXT in it: spbench list models qwen3"]
-        tables = tables_of_models([*content[kind]], each=text is not None)
+        tables = listed_classes.tables_of_models([*content[kind]], each=text is not None)
         return Output(tables, content, lines, columns, notes=[] if text is not None else notes)
     return Output(paragraphs, content, lines, columns)
 
@@ -176,11 +175,8 @@ def _named(kinds: Sequence[str], text: str | None) -> dict[str, dict[str, str]]:
     }
     if named := {kind: each for kind, each in of_kinds.items() if each}:
         return named
-    if len(kinds) == 1 and kinds[0] in ("strategies", "models"):
-        from spbench.bench.tools.run.listed_classes import that_fit
-
-        if (fitting := that_fit(kinds[0], text)) is not None:
-            return {kinds[0]: {name: about for name, about in every[kinds[0]].items() if name in fitting}}
+    if len(kinds) == 1 and (fitting := listed_classes.that_fit(kinds[0], text)) is not None:
+        return {kinds[0]: {name: about for name, about in every[kinds[0]].items() if name in fitting}}
     (of, others) = (f" of {kinds[0]}", []) if len(kinds) == 1 else ("", kinds)
     hint = suggestion(text, [*others, *itertools.chain(*every.values())], f"spbench list{of[3:]}")
     raise UserError(f"no name{of} has {shown(text)} in it{hint}")
@@ -201,9 +197,7 @@ def entries(kind: str) -> dict[str, str]:
     if kind in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[kind].summaries()
     if kind not in _OF_FILES:
-        from spbench.bench.tools.run.listed_classes import of_classes
-
-        return of_classes(kind)
+        return listed_classes.of_classes(kind)
     texts = dict(_from_files(*_OF_FILES[kind]))
     return {name: text + _lacking(name) for name, text in texts.items()} if kind == "clusters" else texts
 

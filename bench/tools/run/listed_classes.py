@@ -9,16 +9,18 @@ from dataclasses import fields
 from typing import Any
 
 from spbench import impls
+from spbench.bench import measure
 from spbench.bench.command_line.output import Table
-from spbench.bench.measure import LISTED, OF_CLASSES
-from spbench.bench.tools.papers.answer import answer_kinds
 from spbench.bench.units import three_digits
 from spbench.plots.series import grouped
 
 
 def of_classes(kind: str) -> dict[str, str]:
     """The line about each class of a kind, by the class's name."""
-    by_kind = {LISTED[name]: classes for name, classes in OF_CLASSES.items()} | {"answers": answer_kinds}
+    from spbench.bench.tools.papers.answer import answer_kinds  # imports torch
+
+    by_kind = {measure.LISTED[name]: classes for name, classes in measure.OF_CLASSES.items()}
+    by_kind["answers"] = answer_kinds
     about = _ABOUT.get(kind, _first_sentence)
     texts = {name: about(each) for name, each in sorted(by_kind[kind]().items())}
     if kind == "models":
@@ -30,12 +32,15 @@ def of_classes(kind: str) -> dict[str, str]:
 
 
 def that_fit(kind: str, text: str) -> Collection[str] | None:
-    """The names of the strategies that support the model called ``text``, or, if ``kind`` is "models", of the
-    models that the strategy ``text`` supports, whatever their sizes; None if nothing is called ``text``."""
+    """If ``kind`` is "strategies", the names of those that support the model called ``text``; if "models", of
+    those that the strategy ``text`` supports, whatever their sizes; None if nothing is called ``text``, and
+    for other kinds."""
     if kind == "models":
         if (cls := impls.all_strategies().get(text)) is None:
             return None
         return [name for name, model in impls.all_models().items() if not cls.lacking(_sites(model))]
+    if kind != "strategies":
+        return None
     configs = dict.fromkeys(impls.all_models()) | {
         each.name: each.config for each in impls.published_models()
     }

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.setup import build_training, rank_inputs
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
-from spbench.bench.measure.trace.operator_prices import GROUPED_MATMULS
 from spbench.impls.kernels import fp8_casts, fp8_delayed, fp8_gathered, fp8_grouped
 from spbench.impls.kernels.fp8_casts import (
     E4M3,
@@ -38,6 +37,7 @@ from spbench.impls.kernels.fp8_delayed import (
 from spbench.impls.kernels.fp8_gathered import project_gathered
 from spbench.impls.kernels.fp8_grouped import fp8_amax_rows, fp8_cast_rows, grouped_project_fp8
 from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe, mark_recipe
+from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from spbench.impls.kernels.projection import project
 from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy

@@ -149,8 +149,11 @@ def test_attention_without_a_mask_and_of_another_head_size() -> None:
 def test_a_kernel_has_rates_of_its_own_or_those_of_all_attention() -> None:
     on = with_card(attention=ATTENTION_RATES, attention_efficiency=figure(0.5))
     assert attention_seconds(on, "flash_attention_1", 4, 4, True) == [320 / 10, 800 / 10]
-    assert attention_seconds(on, "flash_attention_4", 4, 4, True) == [320 / 500, 800 / 500]
     assert attention_seconds(on, "flash", 4, 4, True, dtype=torch.float32) == [320 / 0.5, 800 / 0.5]
+    # no card has both kernels' rates, so that the share of the peak counts
+    rates = {"default": "flash_attention_1", "kernels": {"flash_attention_1": [rate(10.0)]}}
+    on = with_card(attention=rates, attention_efficiency=figure(0.5))
+    assert attention_seconds(on, "flash_attention_4", 4, 4, True) == [320 / 500, 800 / 500]
 
 
 def test_the_models_option_names_the_kernel() -> None:
@@ -327,7 +330,12 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     sourced = rates_of_step(load_cluster("a100-sxm-80gb"), "bf16", ("tnl-1b", "lasp"), priced_by)
     assert sourced == f"{names[0]} priced as Megatron's"
     assert not [*stand_ins("", "zero3", {"ep": 8, "nodes": 2}, "the datasheet")]
-    assert [each.work for each in stand_ins("", "zero3", {"nodes": 2}, "InfiniBand")] == ["EFA"]
+    experts = {ranks: [*stand_ins("megatron", "ddp", {"ep": ranks}, "EFA")] for ranks in (1, 2)}
+    assert [str(each) for each in experts[2]] == [
+        "Megatron's experts over EFA, measured slower",
+        "expert parallelism, measured slower",
+    ]
+    assert not experts[1]
     # of these every cell's time is less sure, whether or not the cell names a program
     for program in ("", "deepspeed", "veomni"):
         (zero3,), (graphs,) = (

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
-from spbench.bench.measure.clusters.cluster import Calibration, Link, cluster_names, load_cluster
+from spbench.bench.measure.clusters.cluster import Calibration, cluster_names, load_cluster
+from spbench.bench.measure.clusters.rates import Link
 from spbench.bench.measure.simulator import message_matching
 from spbench.bench.measure.simulator import simulate as simulation
 from spbench.bench.measure.simulator.costs import Costs

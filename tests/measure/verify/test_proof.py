@@ -111,7 +111,7 @@ def test_one_that_rounds_to_float32_may_not_be_measured_in_float64(pool: RankPoo
 
 
 def test_a_planted_factor_is_in_the_reason(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "nesting", lambda name: Nesting((PlantedPeer,)))
+    monkeypatch.setattr(proof.impls, "nesting", lambda name: Nesting((PlantedPeer,)))
     planted = cell("ring_self_attention", model="bert-tiny", sizes={"sp": 4})
     (outcome,) = unproven([planted], pool).values()
     assert " is 0.25 times the reference (residual " in outcome.reason
