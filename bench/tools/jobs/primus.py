@@ -18,9 +18,9 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_tab
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.megatron_inside import as_arguments, job_of_both
 from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.torchtitan import job_around
-from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 from spbench.bench.yaml_files import read_yaml
 
 #: ${NAME:VALUE}

@@ -17,8 +17,7 @@ from spbench.bench.command_line.output import Column, Output, Table, memory_tabl
 from spbench.bench.command_line.progress import message
 from spbench.bench.command_line.shown_times import TIE, TIE_LEGEND, shown_band
 from spbench.bench.row import FAULTS, Row, finite
-from spbench.bench.tools.papers.comparison import Comparison, frame_of
-from spbench.bench.tools.papers.draw_figures import draw_figure
+from spbench.bench.tools.papers.comparison import Comparison, draw_figure, frame_of
 from spbench.bench.tools.papers.paper_findings import comparison_table, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
 from spbench.bench.units import gib, mib, shown_share, three_digits
