@@ -12,18 +12,18 @@ Such keys are Megatron-LM's arguments with underscores: for example ``sequence_p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account, Given, scalar_of
 from spbench.bench.tools.jobs.adapter_settings import Adapted, set_adapters
-from spbench.bench.tools.jobs.argument_tables import argument_table, shown, table_content
+from spbench.bench.tools.jobs.argument_tables import argument_table, may_move, shown, table_content
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
-from spbench.bench.tools.jobs.model_names import named_model
+from spbench.bench.tools.jobs.model_names import NamedModel, named_model
 from spbench.bench.tools.jobs.rules import Said, said_of
 from spbench.bench.tools.jobs.step_lines import FUNCTIONS, named_modules
 from spbench.bench.tools.jobs.variables import variables
@@ -36,7 +36,7 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
     values = {name: given.value for name, given in account.given.items()}
     own = replace(account, given={n: g for n, g in account.given.items() if n in table.arguments})
     fields = _fields(own, content["model"], problems)
-    known = {**content["defaults"], **_sizes(fields, problems)}
+    known = {**content["defaults"], **_sizes(fields)}
     sources: dict[str, str] = {}
     for key, line in content.get("keys", {}).items():
         said = said_of(own, line, FUNCTIONS)
@@ -64,6 +64,8 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
     )
     if not problems and not own.problems:
         make_settings(megatron, gpus, files.cluster)
+        if fields.get("model_type", "llama") not in table_content("swift_megatron")["families"]:
+            _build_by_name(megatron, own, content["model"], {*of_job})
     megatron.ignore(
         "how many processes there are", *table.content.get("launch", {}).get("processes", "").split()
     )
@@ -93,9 +95,26 @@ def _set_adapters(own: Account, content: Mapping[str, Any], fields: Mapping[str,
     set_adapters(own, Said(lora.value or 0, lora.names), fields, adapted, separate=False, experts="each")
 
 
+def _build_by_name(megatron: Account, own: Account, line: str, of_job: Collection[str]) -> None:
+    """Replace the settings of a GPTModel by the model that the line ``model`` names, of a family that the
+    table of ms-swift lacks; options in the table's ``kept`` stay. ``of_job``: arguments of the job's own."""
+    name, key = own.chosen(*line.split())
+    kept = {f"model_options.{each}" for each in table_content("swift_megatron")["kept"].split()}
+    sizes = [s for s in megatron.settings if s.path.startswith("model_options.") and s.path not in kept]
+    megatron.settings = [s for s in megatron.settings if s.path != "model" and s not in sizes]
+    own.set("model", _named(name).model, *own.given_of(key))
+    because = may_move("memory and time", "built as transformers has it, and laid out as Megatron-Core does")
+    own.approximate(f"Megatron-Core's build of this family: {because}", key)
+    own.strictly.setdefault(key, "Megatron-Core's build of this family")
+
+
+def _named(name: Any) -> NamedModel:
+    """The model of a converted model's name, which may have an ending such as ``-mcore``."""
+    return named_model(str(name).rstrip("/").removesuffix("-mcore").removesuffix("_torch_dist"))
+
+
 def _fields(own: Account, line: str, problems: list[str]) -> Mapping[str, Any]:
-    """The fields of the model's config.json; empty, and a problem, if the model is not known. The name of a
-    converted model is that of its original, with an ending such as ``-mcore``."""
+    """The fields of the model's config.json; empty, and a problem, if the model is not known."""
     name, key = own.chosen(*line.split())
     first = line.split()[0]
     advice = own.table.content["megatron"].get("advice", f"--given {first}=NAME, as on Hugging Face")
@@ -103,7 +122,7 @@ def _fields(own: Account, line: str, problems: list[str]) -> Mapping[str, Any]:
         problems.append(f"which model it is is not said; {advice}")
         return {}
     try:
-        named = named_model(str(name).rstrip("/").removesuffix("-mcore").removesuffix("_torch_dist"))
+        named = _named(name)
     except UserError as error:
         problems.append(f"{key}: {error}; or {advice}")
         return {}
@@ -113,17 +132,12 @@ def _fields(own: Account, line: str, problems: list[str]) -> Mapping[str, Any]:
     return named.fields
 
 
-def _sizes(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The arguments of Megatron-LM by key that follow from a config.json's ``fields``; empty, and a problem,
-    for a model of another family than those in the table of ms-swift."""
+def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of Megatron-LM by key that follow from a config.json's ``fields``."""
     content = table_content("swift_megatron")
     families: Mapping[str, Mapping[str, Any]] = content["families"]
     family = fields.get("model_type")
     if family is None:
-        return {}
-    if family not in families:
-        advice = "spbench fit MODEL takes it by its name on Hugging Face, with --set for the layout"
-        problems.append(f"model: model_type {family} is none of {', '.join(families)}; {advice}")
         return {}
     sizes = {key: fields[field] for field, key in content["sizes"].items() if fields.get(field) is not None}
     experts = (
@@ -141,7 +155,7 @@ def _sizes(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         sizes["qk_layernorm"] = True
     groups = {"group_query_attention": True} if "num_query_groups" in sizes else {}
     tied = {"untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", False)}
-    return {**families[family], **sizes, **experts, **groups, **tied}
+    return {**families.get(family, {}), **sizes, **experts, **groups, **tied}
 
 
 #: prefixes of Megatron-LM's switches that turn something off, and prefixes of keys that such switches omit

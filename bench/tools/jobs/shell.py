@@ -290,6 +290,9 @@ class Shell:
                 return self._values(only) if only and alone else [self._text(node, 1)]
             case "raw_string":
                 return [text[1:-1]]
+            case "command_substitution" if text.startswith("$(("):  # as the parser takes ${X:-$((1 * 2))}
+                whole = next(below(syntax_tree(f"_={text}"), {"arithmetic_expansion"}), None)
+                return [computed(whole, self._joined) if whole else mark(text)]
             case "command_substitution":
                 return [printed(node, text.removeprefix("$(").strip("`)").strip(), self.expand)]
             case "ansi_c_string" | "translated_string" | "process_substitution":

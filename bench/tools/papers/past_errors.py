@@ -52,7 +52,7 @@ RESTS_ON = {
     "fitted": "a scalar of the cluster, fitted to other published steps of the same model and strategy",
     "fitted elsewhere": "the same, fitted to steps of another model or strategy",
     "datasheet": "datasheets alone",
-} | dict.fromkeys(STOOD_IN, "rates of these kinds, and a program other than the one measured")
+} | dict.fromkeys(STOOD_IN, "such rates, for another program")
 #: kinds of groups that cross-validation leaves out of the intervals, one group at a time, with their names
 LEFT_OUT: dict[LeftOut, str] = {
     "source": "who measured",
