@@ -20,9 +20,15 @@ _REPR.maxstring = _REPR.maxother = 120
 #: layers, which loops go through, and more for gradient buckets, which no sum multiplies
 LARGEST = 2**24
 LARGEST_OF = {"layers": 2**12, "bucket_size": 2**31, "bucket_elements": 2**31}
+#: numbers of elements by DeepSpeed's names, which users also set to 0, or to more than any model has
+_ELEMENTS = (
+    *("reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),
+    *("stage3_max_reuse_distance", "stage3_param_persistence_threshold"),
+)
+LARGEST_OF |= dict.fromkeys(_ELEMENTS, 2**53)
 #: the smallest whole number of an option, where its default does not tell
 _MAY_BE_NONE = "experts", "shared_inner", "dense_layers", "router_groups", "router_group_topk", "mtp_layers"
-LEAST_OF = dict.fromkeys(("expert_pattern", *_MAY_BE_NONE), 0)
+LEAST_OF = dict.fromkeys(("expert_pattern", *_MAY_BE_NONE, *_ELEMENTS[1:]), 0)
 #: options that are probabilities; options that are above 0; options that are at least 0
 PROBABILITIES = ("dropout", "attention_dropout", "lora_dropout")
 POSITIVE = ("capacity", "lora_alpha", "norm_epsilon", "rotary_base", "router_scale", "window_rotary_base")

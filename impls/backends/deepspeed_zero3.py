@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
 #: what DeepSpeed's hooks cost the host for each weight in a forward and in a backward, in calls of a module:
-#: the medians of three runs of scripts/deepspeed_host.py, a Llama of 12 layers with and without DeepSpeed
+#: the medians of three runs of scripts/program_host.py, a Llama of 12 layers with and without DeepSpeed
 FORWARD_CALLS, BACKWARD_CALLS = 58, 54
 
 _preserving_version = torch.autograd._unsafe_preserve_version_counter
@@ -179,13 +178,16 @@ class DeepSpeedZero3(Backend):
         self.gradients = like.new_zeros(sum(weight.part for weight in self.weights.values()))
         size = self.options.reduce_bucket_size
         self.buffer = like.new_empty(size) if self.options.contiguous_gradients and self.weights else None
-        before, places = 0, []
+        self.subgroups: list[list[Partitioned]] = []
+        filled = 0
         for weight in self.weights.values():
-            places.append((before // self.options.sub_group_size, weight))
-            before += weight.part
+            if filled >= self.options.sub_group_size or not self.subgroups:
+                filled = 0
+                self.subgroups.append([])
+            self.subgroups[-1].append(weight)
+            filled += weight.part
         #: the flat partitions of each sub-group in the weights' dtype, and for the optimizer
         self.shards: list[Tensor] = []
-        self.subgroups = [[weight for _, weight in run] for _, run in groupby(places, lambda each: each[0])]
         first = 0
         for weights in self.subgroups:
             flat = like.new_empty(sum(weight.part for weight in weights))
@@ -365,7 +367,10 @@ class DeepSpeedZero3(Backend):
         bucket = sorted(self.bucket, key=lambda each: each[0].number)
         self.bucket = []
         first = bucket[0][0]
+        own = first.memory.dtype
+        wide = torch.promote_types(own, torch.float32) if self.options.reduce_dtype == "fp32" else own
         with self._on(1):
+            bucket = [(weight, gradient.to(wide)) for weight, gradient in bucket]
             if len(bucket) == 1 and first.elements == first.part * first.size:
                 whole = bucket[0][1].flatten()
             else:
@@ -375,9 +380,8 @@ class DeepSpeedZero3(Backend):
             if first.group is not None:
                 reduce_scatter_in_place(whole, first.group, begin=False)
             before = 0
-            for (weight, _), part in zip(
-                bucket, whole.chunk(first.size)[first.rank].split([w.part for w, _ in bucket]), strict=True
-            ):
+            parts = whole.chunk(first.size)[first.rank].to(own)
+            for (weight, _), part in zip(bucket, parts.split([w.part for w, _ in bucket]), strict=True):
                 before += weight.part
                 if not weight.real:
                     continue
@@ -461,6 +465,7 @@ class DeepSpeedZero3(Backend):
             for phase in ("forward", "backward"):
                 payload = gathers[phase == "backward", axes] * width
                 yield Traffic(phase, "weights", "all_gather", count, payload, group)
+            width = max(4, width) if options.reduce_dtype == "fp32" else width
             payload = sum(padding[name] for name in mine) * width
             yield Traffic("backward", "gradients", "reduce_scatter", count, payload, group)
             yield Traffic("optimizer", "overflow", "all_reduce", 1, 1, group)

@@ -32,7 +32,10 @@ class DeepSpeedZero3Options(Options):
         stage3_max_live_parameters: no weights are gathered ahead that make more than these whole.
         stage3_max_reuse_distance: weights that are used again within these elements stay whole.
         stage3_param_persistence_threshold: weights of at most these elements stay whole during a step.
-        sub_group_size: elements of the rank's partitions that the optimizer updates at once.
+        sub_group_size: the optimizer updates consecutive partitions of at least these elements at once; 0:
+            each weight by itself.
+        reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32"
+            (``communication_data_type``; fp32 by default where ranks share sequences).
     """
 
     overlap_comm: bool = True
@@ -43,14 +46,11 @@ class DeepSpeedZero3Options(Options):
     stage3_max_reuse_distance: int = 1_000_000_000
     stage3_param_persistence_threshold: int = 100_000
     sub_group_size: int = 1_000_000_000
+    reduce_dtype: Literal["weights", "fp32"] = "weights"
     implementation: Literal["fused"] = "fused"
 
     def __post_init__(self) -> None:
-        check_choices(self, {"implementation": ("fused",)})
-        for name, value in vars(self).items():
-            least = int(name in ("reduce_bucket_size", "sub_group_size"))
-            if isinstance(value, int) and value < least:
-                raise ValueError(f"{name} is a number of elements, {least} or more, not {value}")
+        check_choices(self, {"implementation": ("fused",), "reduce_dtype": ("weights", "fp32")})
 
 
 #: the names of the weights that a module uses itself, in their order

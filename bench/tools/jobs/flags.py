@@ -28,13 +28,12 @@ from spbench.bench.tools.jobs.job_files import JobFile, read_job
 OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
     *(f"model_options.autotune_{name}" for name in ("copies", "flush_kib", "states_kib")),
-    *(f"model_options.{name}" for name in ("padded_values", "expert_weighting_at", "recompute_keeps")),
+    *(f"model_options.{name}" for name in ("expert_weighting_at", "padded_values", "permutation")),
     # a router that learns chooses the experts itself
-    "model_options.routing",
+    *("model_options.recompute_keeps", "model_options.routing"),
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
     *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
-    # DeepSpeed's ZeRO-3 sums gradients in a buffer
-    "training.gradient_buffer_kib",
+    "training.gradient_buffer_kib",  # of DeepSpeed's ZeRO-3
     *(f"training.{name}" for name in ("reduce_dtype", "reduce_at", "forward_prefetch", "backward_prefetch")),
 }
 _PREDICTION = {"mtp_layers", "mtp_weight"}
@@ -120,7 +119,7 @@ def program_flags(kind: str, cell: Cell) -> Flags:
         return dataclasses.replace(proposed, missing=(f"such job: {refusal}",))
     missing, beside = [], []
     for path, ours, theirs in differences(cell, job.cell()):
-        if path in OWN_WAYS:
+        if path in OWN_WAYS or (ours, theirs) == ("zero3", "deepspeed_zero3"):
             beside.append(f"{path}: {shown(theirs)} there, {shown(ours)} here")
         else:
             missing.append(f"{path} {shown(ours)} (it has {shown(theirs)})")

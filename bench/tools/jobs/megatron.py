@@ -21,7 +21,7 @@ from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_
 from spbench.bench.tools.jobs.variables import variables
 from spbench.bench.yaml_files import parse_yaml
 
-_PROGRAMS = re.compile(r"(pretrain|train|finetune)_\w+\.py")
+_PROGRAMS = re.compile(r"(pretrain|train(?!_async)|finetune)_\w+\.py")
 _TRAINS = {"pretrain_gpt.py": False, "pretrain_bert.py": True}
 #: the sections of a functional test's file
 _ARGUMENTS, _VARIABLES = "MODEL_ARGS", "ENV_VARS"

@@ -35,7 +35,8 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
     program, problems = table.program.split(" ")[0], list[str]()
     values = {name: given.value for name, given in account.given.items()}
     own = replace(account, given={n: g for n, g in account.given.items() if n in table.arguments})
-    fields = _fields(own, content["model"], problems)
+    has_sizes = "num_layers" in values or "model" not in content
+    fields = {} if has_sizes else _fields(own, content["model"], problems)
     known = {**content["defaults"], **_sizes(fields)}
     sources: dict[str, str] = {}
     for key, line in content.get("keys", {}).items():

@@ -4,8 +4,9 @@ signature of a job's files, their keys, the fields of a step that the keys say, 
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -25,7 +26,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.launch import program_launch, values_of_launch
 from spbench.bench.tools.jobs.megatron_inside import job_by_megatron
-from spbench.bench.tools.jobs.rules import follow, holds
+from spbench.bench.tools.jobs.rules import Rule, follow, holds, said_of
 from spbench.bench.tools.jobs.step_lines import step_of
 from spbench.bench.tools.jobs.torchtitan import job_around
 from spbench.bench.tools.jobs.transformers_settings import set_step
@@ -55,6 +56,8 @@ def read_by_table(kind: str, files: JobFiles) -> Job | None:
     if key := content.get("environment"):
         account.environment = {str(name): str(value) for name, value in (account.value(key) or {}).items()}
     account.facts["asked_gpus"] = files.gpus
+    if lines := content.get("layout"):
+        files = _with_layout(files, account, lines)
     follow(account, content.get("rules", ()))
     if (by_megatron := content.get("megatron")) and holds(account, by_megatron.get("if", "")):
         return job_by_megatron(kind, files, account)
@@ -68,6 +71,18 @@ def read_by_table(kind: str, files: JobFiles) -> Job | None:
     if not_said := account.facts.get("not_said"):
         account.problems.append(not_said)
     return account.job(kind, files, [*account.arguments(), *variables(account)])
+
+
+def _with_layout(files: JobFiles, account: Account, lines: Sequence[Rule]) -> JobFiles:
+    """The files with the number of GPUs that a layout in them has, the product of the values of ``lines``;
+    a remark if the command says another number, of which the others then do something else."""
+    values = [said_of(account, line).value for line in lines]
+    if not all(isinstance(each, int) and each > 0 for each in values):
+        return files
+    gpus = math.prod(values)
+    if files.gpus not in (None, gpus):
+        account.remarks.append(f"{gpus} GPUs train, as the layout of the files says, not {files.gpus}")
+    return replace(files, gpus=gpus)
 
 
 def _of_configuration(kind: str, files: JobFiles) -> Account | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from types import SimpleNamespace
@@ -61,14 +61,6 @@ def _fields(account: Account, name: str, line: Any, functions: Functions) -> dic
     return {name: value}
 
 
-def either(account: Account, words: Mapping[str, Any], otherwise: Any = None) -> Said:
-    """The word of the first key that is true in the job, from ``words`` (a word by key), else ``otherwise``;
-    the source of the value is all keys of ``words`` that the job gives."""
-    given = account.given_of(*words)
-    value = next((words[name] for name in given if account.value(name)), otherwise)
-    return Said(value, given)
-
-
 def named_modules(account: Account, name: str) -> Said:
     """The names of modules in the value of an option, as a list; a regular expression stays one text."""
     value = account.value(name)
@@ -103,10 +95,10 @@ def _bits(account: Account, line: Rule) -> Said:
     """The line ``bits``: the bits of a frozen weight, by the keys that ask for them, else 0; a problem if two
     keys ask for different numbers."""
     words = line["bits"]
-    asked = [name for name in words if account.value(name)]
+    asked = [*filter(account.value, words)]
     if len({words[name] for name in asked}) > 1:
         account.problems.append(f"{_listed(account, asked)}: weights are in one number of bits; leave one")
-    return either(account, words, 0)
+    return Said(words[asked[0]] if asked else 0, account.given_of(*words))
 
 
 def _listed(account: Account, names: Sequence[str]) -> str:
@@ -205,7 +197,7 @@ def _matched(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _deepspeed(account: Account, line: Rule) -> dict[str, Any]:
-    """The line ``deepspeed``: the fields ``sharding``, ``host`` and ``buffer`` by the configuration of
+    """The line ``deepspeed``: the fields ``sharding``, ``host`` and ``stage3`` by the configuration of
     DeepSpeed that the key ``deepspeed`` names; ``otherwise``: the sharding of a job without DeepSpeed."""
     key = line["deepspeed"]
     own = [name for name in account.given if name.startswith(OF_DEEPSPEED)]
@@ -220,8 +212,8 @@ def _deepspeed(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _brought(account: Account, key: str, otherwise: str) -> dict[str, Said]:
-    """The fields ``sharding`` and ``host`` by a configuration of DeepSpeed that the program brings along;
-    ``key`` has the name of the configuration's file."""
+    """The fields ``sharding``, ``host`` and ``stage3`` by a configuration of DeepSpeed that the program
+    brings along; ``key`` has the name of the configuration's file."""
     name = account.value(key)
     if not name:
         return {"sharding": Said(otherwise)}
@@ -231,12 +223,16 @@ def _brought(account: Account, key: str, otherwise: str) -> dict[str, Said]:
         account.problems.append(f"{account.spelled(key)}: give this configuration of DeepSpeed beside")
         return {"sharding": Said("zero3", (key,))}
     brought = brought_along[stem]
-    sharding = Said(f"zero{brought['stage']}", (key,))
-    return {"sharding": sharding, "host": Said(brought.get("host", ""), (key,))}
+    options = {name: Said(value, (key,)) for name, value in brought.get("options", {}).items()}
+    return {
+        "sharding": Said(f"zero{brought['stage']}", (key,)),
+        "host": Said(brought.get("host", ""), (key,)),
+        "stage3": Said(options),
+    }
 
 
 def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
-    """The fields ``sharding``, ``host`` and ``buffer`` of a step from DeepSpeed's configuration.
+    """The fields ``sharding``, ``host`` and ``stage3`` of a step from DeepSpeed's configuration.
 
     Args:
         prefix: the prefix of DeepSpeed's keys in the program's table.
@@ -244,31 +240,24 @@ def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
     """
     zero = f"{prefix}zero_optimization."
     stage, name = account.chosen(*[f"{beside}zero_stage"] * bool(beside), f"{zero}stage")
-    buckets = [f"{zero}{each}_bucket_size" for each in ("reduce", "allgather")]
-    overlap = f"{zero}overlap_comm"
     if stage not in (1, 2, 3):
         missing = "DeepSpeed's own data parallelism, without ZeRO" if stage == 0 else "a stage of ZeRO"
         account.refuse(missing, name)
         return {"sharding": Said("zero3", (name,))}
-    size = account.value(buckets[0])
+    buckets = [f"{zero}{each}_bucket_size" for each in ("reduce", "allgather")]
+    size, overlap = account.value(buckets[0]), f"{zero}overlap_comm"
+    of_stage_3 = {name: f"{zero}{name}" for name in table_content("transformers")["stage3"]}
     if stage < 3 and size != "auto":
         gib = size * 2 * (2 if account.value(overlap) is True else 1) / 2**30
         held = f"DeepSpeed's buckets of reduce_bucket_size, {gib:.2f} GiB more, are not held"
         account.approximate(held, *buckets, overlap)
-    if stage == 3 and account.value(overlap) is False:
-        because = "messages are hidden behind computation, where theirs are waited for"
-        account.stand_in("messages beside which nothing is computed", "time", because, overlap)
-    fetched = [f"{zero}stage3_{each}" for each in ("prefetch_bucket_size", "max_live_parameters")]
-    idle = f"of another stage of ZeRO than {stage}, or as large as the job makes them"
-    account.ignore(idle, *fetched, *buckets)
-    account.ignore("so it is by default" if stage == 3 else "without buckets it does nothing", overlap)
-    if stage == 3:
-        account.leave("time and memory", "weights of a layer are gathered at once, none ahead", *fetched)
+    account.ignore("of another stage of ZeRO", *buckets, *of_stage_3.values())
     host, places = _host(account, zero, beside, stage)
+    options = {name: Said(account.value(key), account.given_of(key)) for name, key in of_stage_3.items()}
     return {
         "sharding": Said(f"zero{stage}", (name,)),
         "host": Said(host, places),
-        "buffer": Said(size if stage == 3 else None, buckets[:1]),
+        "stage3": Said(options if stage == 3 else {}, account.given_of(*of_stage_3.values())),
     }
 
 

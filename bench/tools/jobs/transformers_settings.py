@@ -8,7 +8,7 @@ and components/moe/parallelizer.py), by torch.distributed.pipelining and ``fully
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from spbench.bench.tools.jobs.adapter_settings import EXPERTS, LINEAR_ATTENTION,
 from spbench.bench.tools.jobs.argument_tables import shown, table_content
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.rules import Said, follow
+from spbench.bench.tools.jobs.rules import Said, follow, said_of
 
 #: words of model_options.fusions for operators that torch.compile fuses, so that fewer tensors are kept
 FUSED_BY_COMPILER = ("swiglu", "rope")
@@ -43,10 +43,12 @@ def set_step(account: Account, step: SimpleNamespace, files: JobFiles) -> None:
     account.set("precision", step.precision.value, *step.precision.names, note=step.precision.note)
     set_pipeline(account, step, fields)
     account.facts |= _facts(account, step, fields)
+    for name, line in table_content("transformers")["facts"].items():
+        account.facts[name] = said_of(account, line).value
     account.calls = {
         "adapters": lambda account: set_adapters(
             account, step.lora, fields, step.adapted, experts=step.adapted_experts.value
-        )
+        ),
     }
     for section in table_content("transformers")["rules"].values():
         follow(account, section)
@@ -66,38 +68,34 @@ def _facts_of_fields(account: Account, step: SimpleNamespace) -> dict[str, Any]:
 
 
 def _facts(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts for rules that need several fields of a step, or ``fields`` of the model's config.json."""
-    facts: dict[str, Any] = {}
+    """The facts for rules that need several fields of a step, and ``config.NAME`` for each of ``fields``, of
+    the model's config.json."""
     settings = {each.path: each.value for each in account.settings}
     of_ranks = [settings[path] for path in ("sizes.dp", "sizes.sp", "sizes.tp") if path in settings]
     experts = next((fields[name] for name in EXPERTS if fields.get(name)), 0)
-    kind, family = step.sharding.value, str(fields.get("model_type", ""))
-    if kind == "ddp" and step.half.value and settings.get("sizes.dp") == 1:
-        kind = "alone"
-    shared = table_content("transformers")
+    shared, family = table_content("transformers"), str(fields.get("model_type", ""))
     liger, fused = (str(each.value).split() for each in (step.liger, step.fused))
     gated = family not in shared["without_swiglu"] and fields.get("hidden_act", "silu") == "silu"
-    ranks, predicted = step.experts.value, step.predicted.value
-    tiles, buffer, bits = step.mlp_tiles.value, step.buffer.value, step.quantized.value
+    ranks, tiles, bits = step.experts.value, step.mlp_tiles.value, step.quantized.value
     lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles
     unpacked = 4 if step.precision.value == "fp32" else 2
+    facts: dict[str, Any] = {f"config.{name}": value for name, value in fields.items()}
+    in_text = {**fields, **fields.get("text_config", {})}
+    of_stage_3 = _of_stage_3(step.stage3.value, in_text.get("hidden_size"))
+    facts |= {f"stage3.{name}": value for name, value in of_stage_3}
+    buffer = facts.get("stage3.reduce_bucket_size", 0)
     facts |= {
         "routed": experts,
         "experts_lacking": isinstance(ranks, int) and ranks > 1 and bool(fields) and not experts,
         "over_all_ranks": ranks == math.prod(of_ranks),
-        "predicts": fields.get("num_nextn_predict_layers") is not None or predicted,
-        "predicted_layers": predicted or 0,
-        "predicted_note": "" if step.predicted.names else "transformers leaves them out",
-        "kind": kind,
+        "replicas_alone": settings.get("sizes.dp"),
         "trains": account.table.content["trains"],
-        "buffer_kib": -(-2 * buffer // 1024) if isinstance(buffer, int) and buffer > 0 else None,
+        "buffer_kib": -(-2 * buffer // 1024),
         "packed_nowhere": lacking or step.precision.value == "fp32",
         "unpacked_bytes": f"{unpacked - bits / 8:g}" if isinstance(bits, int) else "",
         "family": family,
         "gated": gated,
-        "separate": step.library.value == "torch" and family in shared["separate_projections"],
         "kernel": attention_of(str(step.attention.value), fields),
-        "mlp_tile": fields.get("hidden_size") if tiles is True else tiles,
         # the clamped SwiGLU of gpt-oss's experts too
         "fusions": [
             name for name in FUSED_BY_COMPILER if name in fused and (name != "swiglu" or gated or experts)
@@ -108,9 +106,22 @@ def _facts(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -
     }
     if "loss" not in liger and step.loss_tile.value:
         tokens, rows = step.loss_tile.value
-        whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
+        whole = in_text.get("vocab_size") or rows
         facts["tile"] = max(1, tokens * rows // max(whole, rows))
     return facts
+
+
+def _of_stage_3(options: Mapping[str, Said], hidden: int | None) -> Iterator[tuple[str, Any]]:
+    """Yields facts of the options of DeepSpeed's stage 3, with the numbers by which transformers replaces
+    "auto" for a model with that hidden size (None: it is not known)."""
+    for name, said in options.items():
+        value, note = said.value, ""
+        if value == "auto" and hidden:
+            factor, power = table_content("transformers")["stage3"][name]
+            value, note = factor * hidden**power, f"auto at a hidden size of {hidden}"
+        if isinstance(value, int | float):
+            yield name, value if isinstance(value, bool) else int(value)
+            yield from ((f"{name}.names", [*said.names]), (f"{name}.note", note))
 
 
 def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:

@@ -35,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "stage3_prefetch_bucket_size": 3000,
         "stage3_max_live_parameters": 30000,
         "contiguous_gradients": False,
+        "sub_group_size": 0,
+        "reduce_dtype": "fp32",
     },
 }
 LLAMA = {"separate_projections": True}

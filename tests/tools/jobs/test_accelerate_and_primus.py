@@ -46,7 +46,8 @@ def cells(draw: st.DrawFn) -> Cell:
     if backend["backend"] == "zero3" and draw(st.booleans()):
         backend |= {"optimizer": "host", "parameters": "host"}
     if by_deepspeed:
-        backend["gradient_buffer_kib"] = 976563
+        whole = {"backend": "deepspeed_zero3"}
+        backend = backend | {"gradient_buffer_kib": 976563} if "optimizer" in backend else whole
     if parts > 1 and not by_deepspeed:
         backend["reduce_at"] = "last"
     return Cell.model_validate(
@@ -93,7 +94,7 @@ def test_a_launch_is_read_with_its_script_and_files() -> None:
         4,
         65536,
     )
-    assert (cell.training.backend, cell.training.micro_batches) == ("zero3", 2)
+    assert (cell.training.backend, cell.training.micro_batches) == ("deepspeed_zero3", 2)
     beside = (INPUTS / "accelerate_fsdp2.yaml").read_bytes()
     script = (
         "accelerate launch --config_file fsdp2.yaml sft.py --model_name_or_path $MODEL --max_length 8192 "
