@@ -53,7 +53,7 @@ from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
 #: what DeepSpeed's hooks cost the host for each weight in a forward and in a backward, in calls of a module:
-#: the medians of three runs of scripts/deepspeed_host.py, a Llama of 12 layers with and without DeepSpeed
+#: the medians of three runs of scripts/program_host.py, a Llama of 12 layers with and without DeepSpeed
 FORWARD_CALLS, BACKWARD_CALLS = 58, 54
 
 _preserving_version = torch.autograd._unsafe_preserve_version_counter

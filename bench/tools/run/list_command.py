@@ -128,12 +128,12 @@ class _KindOrText(click.Choice[str]):
 def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
     """List scenarios, strategies, models, clusters and the rest.
 
-    It lists what there is of a KIND, or of every kind if none is named; with TEXT, what has it in its name:
-    `list ring`, `list clusters h100`. `list strategies llama3-8b` has the strategies that take a model,
+    The command lists all of a KIND, or a part of every kind. With TEXT it lists names that contain TEXT:
+    `list ring`, `list clusters h100`. `list strategies llama3-8b` lists the strategies that take a model, and
     `list models dsp` the models that a strategy takes. Kinds: scenarios, strategies, peers, as-published
-    (code that papers compare with, whose function is not the model's), models, clusters, backends, engines,
+    (published code that computes something else than the model), models, clusters, backends, engines,
     meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of
-    one by kind of work, each with its source, and what is not known; NAME may be a file of yours.
+    a cluster by kind of work, each with its source, and the missing rates; NAME may be a file of yours.
     """
     if kind == _ONE:
         if text is None:
