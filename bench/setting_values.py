@@ -268,7 +268,7 @@ class StandIn(NamedTuple):
         programs: the programs that do the work, "" for a cell that names none; empty: every program.
         backends: the backends with which programs do the work; empty: any backend.
         axis: only cells with several ranks along this axis, several "nodes", or "graphs"; "": any cell.
-        network: only clusters whose file prices the network by this one, whatever the program; "": any.
+        network: only clusters with a network of this name; "": any.
     """
 
     work: str
@@ -290,7 +290,7 @@ class StandIn(NamedTuple):
 
 #: all stand-ins; if a cell has several, the first is the class of its time
 STAND_INS = (
-    StandIn("EFA", "InfiniBand", axis="nodes", network="InfiniBand"),
+    StandIn("Megatron's experts over EFA", "", ("megatron",), axis="ep", network="EFA"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
     StandIn("DeepSpeed's ZeRO-3", "", ("", *PROGRAMS), ("deepspeed_zero3",)),
     StandIn("expert parallelism", "", axis="ep"),
@@ -311,11 +311,11 @@ def stand_ins(program: str, backend: str, ranks: Mapping[str, int], network: str
         program: the cell's training program; "": none.
         backend: the cell's data-parallel backend.
         ranks: the numbers of ranks along each axis, and of ``nodes``; ``graphs``: 2 for CUDA graphs.
-        network: the network whose rate prices the cluster's; "": the cluster's has a rate of its own.
+        network: the name of the cluster's network.
     """
     for each in STAND_INS:
-        of_program = network == each.network if each.network else program in (each.programs or PROGRAMS)
-        is_so = of_program and backend in (each.backends or (backend,))
+        is_so = program in (each.programs or PROGRAMS) and network == (each.network or network)
+        is_so = is_so and backend in (each.backends or (backend,))
         if is_so and (not each.axis or ranks.get(each.axis, 1) > 1):
             yield each
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
 from spbench.impls.backends.buckets import weakly
@@ -44,6 +46,7 @@ from spbench.impls.backends.sharded_stages import (
 )
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.composition import chunks_of, summed_axes
+from spbench.impls.host_work import host_works
 from spbench.impls.kernels.packed_weights import scales_in
 from spbench.impls.layout import Unsupported
 from spbench.impls.traffic import Traffic
@@ -53,6 +56,13 @@ if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is import
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
     from torch.distributed.tensor import DTensor
+
+#: what torch's hooks cost the host in a forward and in a backward, in calls of a module: (of a unit, of each
+#: of its weights), where one rank has the weights (False) and where ranks share them, by
+#: scripts/program_host.py on a busy machine. A forward took 1 ms in github.com/pytorch/pytorch/issues/173680
+HOOK_CALLS = {False: ((120, 6), (130, 15)), True: ((240, 12), (290, 20))}
+#: the most that are counted at once, which a program can hold
+_MOST_CALLS = 2**14
 
 # no output of a model is written in place
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -209,11 +219,15 @@ class FullySharded(Backend):
 
     def _wrap_stage(self, stage: nn.Module, policy: MixedPrecisionPolicy) -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.tensor import DTensor
 
         units = units_of(stage, self.options)
         axes_of = self.strategy.partial_axes
         shapes = made_matrices(stage, lambda p: self.meshes[axes_of(p)].size(SHARDS))
         for unit in [*units, stage]:
+            own = [p for p in unit.parameters() if p not in self.apart and not isinstance(p, DTensor)]
+            _count_hooks(unit, len(own), any(mesh.size() > 1 for mesh in self.meshes.values()))
+            del own  # or the whole parameters would live on
             with cut_when_asked():
                 fully_shard(
                     unit,
@@ -347,3 +361,17 @@ class KeptAfterForward(FullySharded):
     name = "zero2"
     shares_out = frozenset({"optimizer_state", "gradients"})
     reshard_after_forward = False
+
+
+def _count_hooks(unit: nn.Module, weights: int, shared: bool) -> None:
+    """Count what torch's hooks of a unit of ``weights`` parameters, which ranks share or one rank has, cost
+    the host in each forward and backward of the unit."""
+    forward, backward = (min(_MOST_CALLS, each + of * weights) for each, of in HOOK_CALLS[shared])
+
+    def count(unit: nn.Module, inputs: Any, outputs: Any) -> None:
+        host_works(forward)
+        differentiable = (x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad)
+        for x in islice(differentiable, 1):
+            x.register_hook(lambda gradient: host_works(backward))
+
+    unit.register_forward_hook(count)

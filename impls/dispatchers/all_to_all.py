@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
-from spbench.impls.kernels.permutation import permute, sort_chunks, unpermute
+from spbench.impls.kernels.permutation import back_by_index, by_index, permute, sort_chunks, unpermute
 from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from spbench.impls.traffic import Traffic
 
@@ -42,6 +42,7 @@ class _State(NamedTuple):
     tokens: int
     lengths: _Lengths
     weights: Tensor | None
+    order: Tensor | None
 
 
 class AllToAll(Dispatcher):
@@ -68,20 +69,26 @@ class AllToAll(Dispatcher):
         with self.sending():
             received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)
         rows = all_gather_rows(received, lengths.gathered, self.etp_group)
-        row_weights, travel = None, self.weighted == "neither"
+        row_weights, order, travel = None, None, self.weighted == "neither"
         if travel:
             row_weights = all_to_all_rows(own_weights, lengths.sent, lengths.received, self.group)
             row_weights = all_gather_rows(row_weights, lengths.gathered, self.etp_group)
-        if self._sorts:
+        if self.permutation == "indexed":
+            rows, order = by_index(rows, *self._to_experts(lengths))
+            row_weights = None if row_weights is None else row_weights[order]
+        elif self._sorts:
             rows, ordered = sort_chunks(rows, row_weights, *self._to_experts(lengths), self.permutation)
             row_weights = ordered if travel else None
         per_expert = lengths.chunks.sum((0, 1)).tolist()
-        state = _State(places, len(x), lengths, own_weights if self.weighted == "returned" else None)
+        returned = own_weights if self.weighted == "returned" else None
+        state = _State(places, len(x), lengths, returned, order)
         return Dispatched(rows, row_weights, per_expert, state, (own, received))
 
     def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
         lengths: _Lengths = state.lengths
-        if self._sorts:
+        if state.order is not None:
+            rows = back_by_index(rows, state.order)
+        elif self._sorts:
             sizes, order = self._from_experts(lengths)
             rows, _ = sort_chunks(rows, None, sizes, order, self.permutation)
         return reduce_scatter_rows(rows, lengths.gathered, self.etp_group)

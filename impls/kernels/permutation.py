@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spbench.impls.kernels.operator import operator
 
-PERMUTATIONS = ("plain", "deterministic", "fused")
+PERMUTATIONS = ("plain", "deterministic", "fused", "indexed")
 
 #: operators that are part of a transfer and take no extra time, because DeepEP's kernels read each token's
 #: row in place, once for each rank, and sum rows that come back as they arrive (deepseek-ai/DeepEP 567632d,
@@ -169,7 +169,9 @@ def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> 
     # a stable sort puts true entries first, and leaves experts and tokens in their order
     order = chosen.mT.contiguous().reshape(-1).argsort(descending=True, stable=True)[:rows]
     token = order % len(x)
-    return x.index_select(0, token), weights.mT.contiguous().reshape(-1)[order], token
+    indexed = way == "indexed"
+    own = x.gather(0, token[:, None].expand(-1, x.shape[1])) if indexed else x.index_select(0, token)
+    return own, weights.mT.contiguous().reshape(-1)[order], token
 
 
 def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
@@ -245,3 +247,16 @@ def sort_chunks(
     if way == "fused":
         return _SortRows.apply(x, row_weights, tuple(sizes), tuple(order))
     return reordered(x, sizes, order), reordered(row_weights, sizes, order)
+
+
+def by_index(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(x [R, H] with chunks of ``sizes`` rows put in another order by an index of a copy, the index [R])."""
+    places = reordered(torch.arange(len(x), device=x.device), sizes, order)
+    return torch.cat((x, x.new_zeros(1, x.shape[1])))[places], places
+
+
+def back_by_index(rows: Tensor, places: Tensor) -> Tensor:
+    """The rows [R, H] in the order that they had before :func:`by_index`."""
+    y = rows.new_empty(len(rows) + 1, rows.shape[1])
+    y[places] = rows
+    return y[:-1]

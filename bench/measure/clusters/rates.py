@@ -223,7 +223,7 @@ class BusRate(StrictModel):
         ranks: the size of the measured group; None: the rate holds for all sizes.
         latency_s: seconds of the smallest message.
         latency_per_rank_s: seconds added for each rank of the group beyond the first.
-        bandwidth_bytes_per_s: the bus bandwidth of large messages, one way.
+        bandwidth_bytes_per_s: the bus bandwidth, one way; of all-to-alls between nodes, of bytes that leave.
     """
 
     ranks: unit.Many | None = None

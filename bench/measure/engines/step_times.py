@@ -154,8 +154,7 @@ def add_step_time(
             measurement.priced_by = by_share(priced_by, step_time_s)
         nodes = -(-cell.sizes.world // cluster.devices_per_node)
         ranks = {**cell.sizes.by_axis, "nodes": nodes, "graphs": 1 + (cell.training.cuda_graph != "none")}
-        network = cluster.network.bandwidth_bytes_per_s.substitute
-        stood_in = stand_ins(cell.program, cell.training.backend, ranks, network)
+        stood_in = stand_ins(cell.program, cell.training.backend, ranks, cluster.network.name)
         measurement.priced_by = [*(each.price for each in stood_in), *measurement.priced_by]
         program = cell.model, cell.strategy
         measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)

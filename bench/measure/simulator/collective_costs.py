@@ -61,10 +61,13 @@ def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     raise NotImplementedError(f"there is no cost for collective {kind!r}")
 
 
-def pairwise_seconds(piece: float, group: GroupLinks) -> float:
+def pairwise_seconds(piece: float, group: GroupLinks, *, measured: bool = False) -> float:
     """Seconds in which each of a group's N ranks sends a piece of ``piece`` bytes to each other rank.
-    Exchanges within a node and between nodes run at the same time."""
-    worst = 0.0
+    Exchanges within a node and between nodes run at the same time. A piece that leaves a node goes at the
+    rate of a send, or if ``measured`` at the network's rate of all-to-alls, whose latency counts once."""
+    worst, once, (latency, card) = 0.0, 0.0, group.between
+    if measured and group.cluster.network.rate_of("all_to_all", group.nodes) is not None:
+        once, card, latency = *_between("all_to_all", group), 0.0
     for node, devices in group.on_node.items():
         inside = (
             (devices - 1) * (group.within.latency + piece / group.within.bandwidth) if devices > 1 else 0.0
@@ -72,8 +75,8 @@ def pairwise_seconds(piece: float, group: GroupLinks) -> float:
         outside = 0.0
         if devices < group.size:
             # the group's devices share the group's part of the node's cards
-            each = group.between.bandwidth * group.cards_of(node) / devices
-            outside = (group.size - devices) * (group.between.latency + piece / each)
+            each = card * group.cards_of(node) / devices
+            outside = once + (group.size - devices) * (latency + piece / each)
         worst = max(worst, inside, outside)
     return worst
 
@@ -83,7 +86,7 @@ def measured_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     if kind not in WIRE_SHARE:
         raise NotImplementedError(f"there is no cost for collective {kind!r}")
     if kind == "all_to_all" and group.nodes > 1:
-        return pairwise_seconds(nbytes / group.size, group)
+        return pairwise_seconds(nbytes / group.size, group, measured=True)
     if group.nodes == 1:
         by_table = collective_seconds(_node_link(group), kind, nbytes, group.size)
         if by_table is not None:
@@ -92,8 +95,8 @@ def measured_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     if group.most_on_a_node > 1:
         latency, bandwidth = _within(kind, nbytes, group)
     if group.nodes > 1:
-        between, share = _between(kind, group)
-        latency, bandwidth = latency + between, min(bandwidth, share)
+        between, card = _between(kind, group)
+        latency, bandwidth = latency + between, min(bandwidth, card * group.cards)
     seconds = float(WIRE_SHARE[kind](group.size)) * nbytes / bandwidth
     if group.nodes > 1 and kind in _BY_RINGS and group.cluster.network.rate_of(kind, group.nodes) is None:
         return min(hops + seconds / reached for hops, reached in ring_hops(kind, group))
@@ -116,7 +119,7 @@ def _within(kind: str, nbytes: float, group: GroupLinks) -> tuple[float, float]:
 
 
 def _between(kind: str, group: GroupLinks) -> tuple[float, float]:
-    """(latency in seconds, bus bandwidth in bytes/s) of the part of a collective between nodes."""
+    """(latency in seconds, bytes/s of one card) of the part of a collective between nodes."""
     latency, card = group.between
     rate = group.cluster.network.rate_of(kind, group.nodes)
     if rate is not None:
@@ -124,7 +127,7 @@ def _between(kind: str, group: GroupLinks) -> tuple[float, float]:
         card = (rate.bandwidth_bytes_per_s.value or float("nan")) * group.efficiency
     else:
         latency *= ceil(log2(group.nodes)) * (2 if kind == "all_reduce" else 1)
-    return latency, card * group.cards
+    return latency, card
 
 
 _US, _GB = 1e-6, 1e9

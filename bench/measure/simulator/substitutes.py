@@ -223,8 +223,7 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
     link: Link = (cluster.node_link or cluster.network) if within else cluster.network
     work = f"{name} {'intra-node' if within else 'inter-node'}"
     rated = cluster.collective_model == "measured" and parts is not None
-    # between nodes an all-to-all goes pair by pair, at the rate of a send
-    rate = link.rate_of(name, parts or 0) if rated and (within or name != "all_to_all") else None
+    rate = link.rate_of(name, parts or 0) if rated else None
     if rated and within and (sizes := ranks_measured(link, name)) is not None:
         if link.table.substitute:
             yield Substitute(work, link.table.substitute, "substituted")

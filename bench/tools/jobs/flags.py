@@ -28,9 +28,9 @@ from spbench.bench.tools.jobs.job_files import JobFile, read_job
 OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
     *(f"model_options.autotune_{name}" for name in ("copies", "flush_kib", "states_kib")),
-    *(f"model_options.{name}" for name in ("padded_values", "expert_weighting_at", "recompute_keeps")),
+    *(f"model_options.{name}" for name in ("expert_weighting_at", "padded_values", "permutation")),
     # a router that learns chooses the experts itself
-    "model_options.routing",
+    *("model_options.recompute_keeps", "model_options.routing"),
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
     *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
     "training.gradient_buffer_kib",  # of DeepSpeed's ZeRO-3

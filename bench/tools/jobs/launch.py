@@ -4,6 +4,7 @@ command's arguments as values by name, like the keys of a configuration.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -114,10 +115,20 @@ def launched(
             "function, which are not read; write it by itself"
         )
     options = {f[1]: f[2] or "" for f in _COMMENT_OPTION.finditer(text)}
-    exported = {**environment, **command.environment}
+    exported = {**environment, **command.environment, **_of_ray(command.words[:at])}
     gpus, not_said = _gpus(command.words[:at], options, exported)
     program = PurePosixPath(shown_word(command.words[at])).name
     return Launch(command.line, program, command.words[at + 1 :], exported, gpus, not_said)
+
+
+def _of_ray(words: Sequence[str]) -> dict[str, str]:
+    """The variables that `ray job submit --runtime-env-json=JSON` sets; none if the JSON is not known."""
+    texts = [word.partition("=")[2] for word in words if word.startswith("--runtime-env-json=")]
+    try:
+        variables = json.loads(texts[0]).get("env_vars", {}) if texts else {}
+    except ValueError:
+        return {}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
@@ -154,6 +165,10 @@ def values_of_launch(
     with other words are added to ``problems``. The section ``older`` of a table's ``content`` has today's
     ``names`` by the older names, and the ``defaults`` of a job with older names."""
     older: Mapping[str, Mapping[str, Any]] = content.get("older", {"names": {}})
+    without = [f"${name}" for name in content["launch"].get("without", "").split()]
+    launch = replace(
+        launch, arguments=[w for w in launch.arguments if unknown_in(w)[:1] not in [[n] for n in without]]
+    )
     split = [word.partition("=") for word in launch.arguments]
     is_older = any(name.lstrip("+~") in older["names"] for name, _, _ in split)
     words = [older["names"].get(name.lstrip("+~"), name) + equals + value for name, equals, value in split]
@@ -224,9 +239,12 @@ def options_of(words: Sequence[str], table: ArgumentTable, problems: list[str]) 
             continue
         name, equals, text = word[2:].partition("=")
         texts = [text] if equals else []
-        while not equals and rest and not rest[0].startswith("--"):
-            texts.append(rest.pop(0))
         name = name.replace("-", "_")
+        several = name in table.arguments and "list" in table.arguments[name].takes
+        while not equals and rest and not rest[0].startswith("--"):
+            if texts and not several and unknown_in(rest[0]):
+                break  # what follows a value may be further arguments
+            texts.append(rest.pop(0))
         yield from _value(name, "true" if not texts else " ".join(texts), table, problems)
 
 

@@ -245,7 +245,8 @@ def _value_of(account: Account, line: Rule) -> tuple[Any, Sequence[str]]:
         value = str(value).lower()
     for pattern, becomes in line.get("patterns", {}).items():
         if match := re.fullmatch(pattern, str(value)):
-            return match.expand(becomes), (first,)
+            text = match.expand(becomes)
+            return int(text) if text.isdecimal() else text, (first,)
     words = line.get("words", {})
     known = isinstance(value, str | int | float | None) and value in words
     otherwise = line.get("else", value)

@@ -126,11 +126,14 @@ class Shell:
                 status = self._run(children[-1])
                 return None if status is None else not status
             case "test_command" | "compound_statement" if (sign := node.children[0].type) != "{":
-                evaluated = number if sign == "((" else holds
+                evaluated, before = number if sign == "((" else holds, self.variables
+                self.variables = {**dict.fromkeys("123456789", ""), **before}  # $1 of a script without words
                 try:
                     return bool(evaluated(children[0], self._joined))
                 except (NotKnown, ValueError, ArithmeticError, IndexError):
                     return None
+                finally:
+                    self.variables = before
             case "variable_assignments" | "compound_statement" | "pipeline":
                 return self._run_all(children)
             case "list":
@@ -198,7 +201,9 @@ class Shell:
         for redirect in redirects:
             quoted = any(source_of(c)[:1] in "'\"\\" for c in redirect.children if c.type == "heredoc_start")
             for each in redirect.named_children if redirect.type == "heredoc_redirect" else ():
-                if each.type == "heredoc_body" and is_script:
+                if each.type == "heredoc_body" and source_of(body).startswith("read "):
+                    self.variables[source_of(body).split()[-1]] = self._text(each).replace("\\\n", " ")
+                elif each.type == "heredoc_body" and is_script:
                     self.read(source_of(each) if quoted else self._text(each), self._line(each) - 1)
                 elif each.type in ("pipeline", "command", "list"):
                     self._run(each)
@@ -280,7 +285,7 @@ class Shell:
 
     def _values(self, node: Node) -> list[str]:
         """The values of a part of a word: one text, or the elements of an array."""
-        text = source_of(node)
+        text = source_of(node).lstrip()  # the parser takes spaces before an expansion in a string to it
         match node.type:
             case "string":  # "${NAME[@]}" is as many words as it has elements
                 only = node.named_children[0] if node.named_child_count == 1 else None
@@ -310,7 +315,7 @@ class Shell:
     def _parameter(self, node: Node, text: str) -> list[str]:
         """The values of ``$TEXT`` or ``${TEXT}``: one text, or the elements of an array."""
         if text == "#":
-            return [str(sum(name.isdecimal() and name != "0" for name in self.variables))]
+            return [str(sum(name.isdecimal() and name != "0" for name in self.given))]
         parts = _PARAMETER.fullmatch(text)
         if parts is None:
             return [mark(source_of(node))]
@@ -338,7 +343,8 @@ class Shell:
         joined = ""
         for child in below(node, EXPANDED):
             if child.start_byte - start >= at and child != node:
-                joined += unescaped(text[at : child.start_byte - start]) + " ".join(self._values(child))
+                before = text[at : child.start_byte - start] + b" " * source_of(child)[:1].isspace()
+                joined += unescaped(before) + " ".join(self._values(child))
                 at = child.end_byte - start
         return self._short_enough(node, joined + unescaped(text[at : len(text) - bool(skipped)]))
 

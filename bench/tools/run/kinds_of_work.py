@@ -243,8 +243,8 @@ def _collectives(cluster: measure.Cluster, link: measure.Link, where: str) -> It
     for kind in get_args(measure.RatedCollective):
         work = f"{'other collectives' if kind == 'any' else kind}, {where}"
         for rate in rated.get(kind, ()):
-            ranks = "" if rate.ranks is None else f", {rate.ranks} ranks"
-            text = f"{{gb:.4g}} GB/s and {shown_time(rate.latency(2))}"
-            yield _of(work + ranks, rate.bandwidth_bytes_per_s, text, without)
+            of = "nodes" if where == "inter-node" else "ranks"
+            size, text = f", {rate.ranks} {of}", f"{{gb:.4g}} GB/s and {shown_time(rate.latency(2))}"
+            yield _of(work + size * (rate.ranks is not None), rate.bandwidth_bytes_per_s, text, without)
     if "any" not in rated:
         yield KindOfWork(f"other collectives, {where}", f"{GAP}: {without}")

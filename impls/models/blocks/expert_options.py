@@ -208,7 +208,12 @@ class ExpertOptions:
             }
             | {"expert_pattern": (0, 1), "shared_inner": 48},
             {"mlp": "clamped_swiglu", "expert_biases": True, "router_linear_bias": True}
-            | {"expert_weighting_at": "tokens", "recompute": "operators", "recompute_keeps": ("all_to_all",)},
+            | {
+                "permutation": "indexed",
+                "expert_weighting_at": "tokens",
+                "recompute": "operators",
+                "recompute_keeps": ("all_to_all",),
+            },
         ]
 
     @property

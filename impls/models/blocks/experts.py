@@ -41,6 +41,7 @@ from spbench.impls.models.blocks.expert_weights import (
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedForward, MlpModule, mlp_sites
 from spbench.impls.models.blocks.recomputation import recomputed, remade
 from spbench.impls.models.blocks.router import Routed, Router
+from spbench.impls.rings import wait_for_device
 from spbench.impls.routing import LEARNED
 from spbench.impls.row_collectives import gather_flags
 from spbench.impls.strategies.base import Site, Strategy
@@ -201,6 +202,8 @@ class MixtureModule(nn.Module):
         if self.dispatcher.by_counts and not self.dispatcher.gathers_choices and not padded:
             met = [chosen.unflatten(1, (part, -1)).any(2).sum(0) for part in parts]
             counts_of_ranks = gather_flags(torch.cat([chosen.sum(0), *met]), self.group)
+            if self.group is not None and self.group.size() > 1:
+                wait_for_device(counts_of_ranks)  # the host reads how many rows to receive
         if self.model.routing == LEARNED and has_values(chosen) and not padded:
             if counts_of_ranks is None:
                 return None

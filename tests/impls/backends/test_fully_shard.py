@@ -27,9 +27,10 @@ from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.engines.setup import build_training
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.simulator.program import HOST_WORK
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls.backends import meta_device, zero1
+from spbench.impls.backends import fully_shard, meta_device, zero1
 from spbench.impls.backends.flat import owners_of
 from spbench.impls.backends.fsdp_flat import FlatFullySharded
 from spbench.impls.backends.sharded_stages import padded_elements
@@ -37,6 +38,7 @@ from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.zero1 import LateGradients, ShardedOptimizer, Take
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import model_preset, strategy_class
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import initialize
 from tests.cells import make_cell
 from tests.grid import tabled
@@ -44,6 +46,8 @@ from tests.impls.backends import one_device
 from tests.impls.backends.one_device import cell
 from tests.measure.engines.cells import differences
 from tests.measure.verify.assertions import assert_green
+
+TINY = "causal-transformer-tiny"
 
 
 def asked(options: dict[str, Any], **changes: Any) -> Cell:
@@ -81,6 +85,27 @@ def test_what_each_option_changes() -> None:
     narrow = peak(state_dtype="weights")
     for category in ("parameters", "optimizer_state"):
         assert narrow.held[category] == pytest.approx(plain.held[category] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize(("dp", "shared"), [(1, False), (4, True)])
+def test_the_host_pays_for_the_hooks_of_each_unit(
+    dp: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def calls() -> int:
+        options, training = {"layers": 3}, {"backend": "zero3", "micro_batches": 2}
+        model = {"model": TINY, "model_options": options, "sizes": {"dp": dp}, "batch": 8}
+        program = tracing.trace(cell("zero3", "single", **model, training=training), events=True).program
+        assert program is not None
+        return int(program.host[:, HOST_WORK.index("modules")].sum())
+
+    with_hooks = calls()
+    weights = len(
+        [*model_preset("causal-transformer-tiny", {"layers": 3}).build(Strategy(), 16).parameters()]
+    )
+    (forward, of_forward), (backward, of_backward) = fully_shard.HOOK_CALLS[shared]
+    monkeypatch.setattr(fully_shard, "host_works", lambda calls: None)
+    of_units, of_weights = 4 * (forward + backward), weights * (of_forward + of_backward)
+    assert with_hooks - calls() == 2 * (of_units + of_weights)
 
 
 def test_stages_that_share_an_embedding_have_no_host_optimizer() -> None:

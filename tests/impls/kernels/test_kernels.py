@@ -21,7 +21,14 @@ from torch.profiler import profile
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.run_cell import run_cell
-from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, RECORD, WAIT, Program
+from spbench.bench.measure.simulator.program import (
+    COMPUTE_STREAM,
+    HOST_WORK,
+    KERNEL,
+    RECORD,
+    WAIT,
+    Program,
+)
 from spbench.impls.backends.optimizer import PRECISIONS, Optimizer
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.activations import (
@@ -342,6 +349,15 @@ def program(**options: Any) -> Program:
     traced = tracing.trace(cell(**options), events=True).program
     assert traced is not None
     return traced
+
+
+@pytest.mark.parametrize(("ep", "waits"), [(1, 0), (4, LAYERS)])
+def test_the_host_waits_for_the_counts_of_tokens_of_each_layer(ep: int, waits: int) -> None:
+    fields = {"model_options": OPTIONS, "training": {"backend": "ddp"}}
+    spread = make_cell("moe-tiny", "single", {"dp": 4, "ep": ep}, 4, 512, cluster="dgx-h100", **fields)
+    traced = tracing.trace(spread, events=True).program
+    assert traced is not None
+    assert traced.host[: dict(traced.marks)["backward"], HOST_WORK.index("joins")].sum() == waits
 
 
 def kernels(program: Program) -> Counter[tuple[str, tuple[int, ...]]]:

@@ -330,7 +330,12 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     sourced = rates_of_step(load_cluster("a100-sxm-80gb"), "bf16", ("tnl-1b", "lasp"), priced_by)
     assert sourced == f"{names[0]} priced as Megatron's"
     assert not [*stand_ins("", "zero3", {"ep": 8, "nodes": 2}, "the datasheet")]
-    assert [each.work for each in stand_ins("", "zero3", {"nodes": 2}, "InfiniBand")] == ["EFA"]
+    experts = {ranks: [*stand_ins("megatron", "ddp", {"ep": ranks}, "EFA")] for ranks in (1, 2)}
+    assert [str(each) for each in experts[2]] == [
+        "Megatron's experts over EFA, measured slower",
+        "expert parallelism, measured slower",
+    ]
+    assert not experts[1]
     # of these every cell's time is less sure, whether or not the cell names a program
     for program in ("", "deepspeed", "veomni"):
         (zero3,), (graphs,) = (

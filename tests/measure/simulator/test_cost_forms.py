@@ -121,6 +121,16 @@ def test_measured_rates_between_nodes() -> None:
     assert half == pytest.approx(2 + 80 * 1.5 / 10)
 
 
+def test_measured_all_to_alls_between_nodes() -> None:
+    """Of 16 pieces, 12 leave each device's node at its half of a card; the latency counts once."""
+    on = changed(measured(), "network.collectives", {"all_to_all": [rate(3.0, 4.0, 2), rate(5.0, 8.0, 4)]})
+    world = list(range(16))
+    assert seconds(on, "all_to_all", 160, world) == pytest.approx(5 + 12 * 10 / (8 * 2 / 4))
+    assert seconds(on, "all_to_all", 80, world[:8]) == pytest.approx(3 + 4 * 10 / (4 * 2 / 4))
+    by_sends = seconds(measured(), "all_to_all", 160, world)
+    assert by_sends == pytest.approx(12 * (0.5 + 10 / (4 * 2 / 4)))
+
+
 def test_rings_between_nodes_take_longer_with_each_rank() -> None:
     """NCCL gathers by rings alone, by the protocol with which a message takes least; a measured rate of the
     network stands in its place."""
@@ -135,9 +145,7 @@ def test_rings_between_nodes_take_longer_with_each_rank() -> None:
     assert seconds(on, "broadcast", 0, list(range(16))) == pytest.approx((14 + 16 * 4) * us)
     hops = [seconds(on, "all_gather", 0, list(range(4 * nodes))) for nodes in (2, 4, 8)]
     assert hops[2] - hops[1] == pytest.approx(2 * (hops[1] - hops[0]))
-    document = on.model_dump()
-    document["network"]["collectives"] = {"all_gather": [rate(1.0, 8.0, 2)]}
-    on = Cluster.model_validate(document)
+    on = changed(on, "network.collectives", {"all_gather": [rate(1.0, 8.0, 2)]})
     assert seconds(on, "all_gather", 0, list(range(16))) == pytest.approx(
         1 + 3 * 3 + 1
     )  # a node's, and its own
