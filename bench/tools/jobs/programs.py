@@ -33,7 +33,7 @@ from spbench.bench.tools.jobs.step_lines import step_of
 from spbench.bench.tools.jobs.torchtitan import job_around
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.variables import variables
-from spbench.bench.yaml_files import parse_yaml
+from spbench.bench.yaml_files import merge, nested, parse_yaml
 
 #: ``${KEY.KEY}``, the value of another key, and a product of two numbers; and how deep such values may nest
 _NAMED, _PRODUCT = re.compile(r"\$\{([\w.]+)\}"), re.compile(r"\$\{mul:\s*(\d+),\s*(\d+)\}")
@@ -126,19 +126,8 @@ def _whole(
     whole: dict[str, Any] = {}
     for name in [above] if isinstance(above, str) else above:
         path = folder / str(name)
-        whole = _over(whole, _whole(files, parse_yaml(path, read_file(path)), follows, path.parent))
-    return _over(whole, {key: value for key, value in content.items() if key != follows})
-
-
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings as one, in which the values of ``above`` count before those of ``below``."""
-    inner = {k: _over(below[k], v) for k, v in above.items() if _are_mappings(below.get(k), v)}
-    return {**below, **above, **inner}
-
-
-def _are_mappings(one: Any, other: Any) -> bool:
-    """Whether two values are both mappings."""
-    return isinstance(one, Mapping) and isinstance(other, Mapping)
+        whole = merge(whole, _whole(files, parse_yaml(path, read_file(path)), follows, path.parent))
+    return merge(whole, {key: value for key, value in content.items() if key != follows})
 
 
 def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
@@ -169,14 +158,8 @@ def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
 def _job_by_torchtitan(kind: str, files: JobFiles, own: Account, section: Mapping[str, Any]) -> Job:
     """The job of a program that trains by torchtitan, whose keys beside its own (``own``) are torchtitan's;
     ``section``: the key with the number of ``gpus``."""
-    sections: dict[str, Any] = {}
-    for name, given in own.given.items():
-        if name not in own.program_arguments:
-            *above, last = name.split(".")
-            inner = sections
-            for each in above:
-                inner = inner.setdefault(each, {})
-            inner[last] = given.value
+    others = ((name, given.value) for name, given in own.given.items() if name not in own.program_arguments)
+    sections = nested(others)
     gpus, key = own.chosen(*section["gpus"].split())
     own.took("how many GPUs there are", key)
     gpus = files.gpus or gpus
@@ -190,7 +173,7 @@ def _values_of(
     (the table's line ``inside``), and then from DeepSpeed's."""
     inside = content.get(table.content.get("inside", ""))
     if isinstance(inside, Mapping):
-        content = _over({k: v for k, v in content.items() if v is not inside}, inside)
+        content = merge({k: v for k, v in content.items() if v is not inside}, inside)
     yield from flat(content, table.arguments)
     for file in files.files:
         beside = mapping_in(file) or {}
