@@ -223,7 +223,9 @@ def deepspeed_parts(ranks: int) -> Iterator[Part]:
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
-            **{"stage": 3, "overlap_comm": False, "stage3_param_persistence_threshold": 100},
+            "stage": 3,
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 100,
             **{f"stage3_max_{name}": 200_000 for name in ("reuse_distance", "live_parameters")},
             "stage3_prefetch_bucket_size": 10_000,
         },
