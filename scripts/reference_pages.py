@@ -151,14 +151,14 @@ models. It is written from the code and the files.
 
 ## Strategies and what they take
 
-*yes*: the check that every run makes accepts a small model of this kind, on two ranks along its axis.
-Empty: it refuses, with a reason. A dash: there is nothing to put together.
+*yes* means that the strategy can run a small model of this kind on two ranks along its axis. An empty field
+means that it refuses, with a reason. A dash means that there is nothing to combine.
 
 {matrix()}
 ## Packaged clusters
 
-The last column names the work for which nothing was measured on this card or network: its times are less sure
-([accuracy](../trust.md#time)).
+The last column names the work for which nobody measured a rate on this card or network. Times of such work
+are less sure ([accuracy](../trust.md#time)).
 
 {clusters()}
 ## Models
@@ -201,9 +201,9 @@ def arguments_page() -> str:
         parts += _of_program(argument_table(name, versions[0]))
     return f"""{MARK}# Arguments of other programs
 
-Each argument of each program that `spbench import` reads, with the setting of a scenario that it becomes, or
-why it is approximated or refused. Arguments without effect on memory, bytes and time are left out;
-[the tables](../../bench/tools/jobs) have them. `spbench import --explain` says this of your files.
+This page lists each argument that `spbench import` reads, with the setting of a scenario that the argument
+becomes, or the reason why it is approximated or refused. Arguments without effect on memory, bytes and time
+are only in [the tables](../../bench/tools/jobs). `spbench import --explain` says this for your files.
 
 {chr(10).join(parts)}"""
 
@@ -227,7 +227,7 @@ error.
 | --- | --- |
 | 0 | done |
 | 1 | a cell failed, a strategy is not green, or results are worse than the baseline |
-| 2 | something that the user can mend, said in one line |
+| 2 | an error that the user can mend; one line says how |
 | 70 | a fault of the program; `SPBENCH_DEBUG=1` shows where |
 | 130 | interrupted |
 | 141 | the reader of the output went away |

@@ -179,23 +179,23 @@ def figure_option(text: str) -> Callable[[Command], Command]:
 device = click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Where tensors are; CUDA if left out and this machine has it. Virtual tensors are nowhere.",
+    help="Device of real ranks' tensors; by default CUDA if torch sees a GPU, else the CPU.",
 )
-fresh = click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
-jobs = click.option("--jobs", type=WholeNumber(min=1), help="Cells at a time; the usable cores if left out.")
+fresh = click.option("--fresh", is_flag=True, help="Start again; earlier results are renamed.")
+jobs = click.option("--jobs", type=WholeNumber(min=1), help="Cells at once; by default the usable cores.")
 executor = click.option(
     "--executor",
     metavar="ADDRESS",
-    help="Spread cells of exact engines over other machines: dask://HOST:PORT, the workers of a Dask "
-    "scheduler (under Slurm, for example, of dask-jobqueue). Needs the extra 'cluster'.",
+    help="Spread the cells of virtual ranks over the workers of a Dask scheduler at dask://HOST:PORT (under "
+    "Slurm, for example, of dask-jobqueue). Needs the extra 'cluster'.",
 )
 variant = click.option(
-    "--variant", help="A variant of the scenario's settings, or 'all'; the first if left out."
+    "--variant", help="A variant of the scenario's settings, or 'all'; by default the first."
 )
-_ANOTHER = "Another value of a setting of all that is asked, such as strategy_options.placement=zigzag."
+_ANOTHER = "Change a setting of all cells, for example strategy_options.placement=zigzag."
 changes = many("--set", SETTINGS, _ANOTHER, "changes")
 given = click.option(
-    "--given", multiple=True, metavar="NAME=VALUE", help="What a job leaves to run time: TP=8, or a key."
+    "--given", multiple=True, metavar="NAME=VALUE", help="A value that a job's files lack, such as TP=8."
 )
 quiet = click.option(
     "--quiet", is_flag=True, expose_value=False, callback=silence, help="Show no progress, only the result."
@@ -215,7 +215,7 @@ def scenario(command: Command) -> Function:
             raise click.UsageError(f"{wrong}: {words} (see spbench list scenarios)")
         return command(scenario=scenario if placed is None else placed, **arguments)
 
-    text = "Name (see spbench list), or path of a YAML file of your own; SCENARIO is the same."
+    text = "Name (see spbench list) or path of a scenario; you may also write it as SCENARIO."
     return click.argument("placed", metavar="[SCENARIO]", required=False)(
         click.option("--scenario", help=text)(named)
     )
@@ -259,12 +259,12 @@ def choosing_cells(command: Function) -> Function:
         many(
             "--strategy",
             WORDS,
-            "Only these strategies; one in a file of yours (FILE.py) in the place of those that spread a "
-            "sample over the same axes. Repeatable, or a comma list.",
+            "Only these strategies. A strategy in a file of yours (FILE.py) replaces the strategies of "
+            "the scenario that use the same axes.",
         ),
-        many("--model", WORDS, "Only these models; one of yours (FILE.py, config.json) in the place of all."),
+        many("--model", WORDS, "Only these models. A model of yours (FILE.py, config.json) replaces all."),
         many("--cluster", WORDS, "Run on these clusters instead of the scenario's."),
-        many("--world-size", numbers(), "Only these numbers of GPUs; one that the scenario lacks is added."),
+        many("--world-size", numbers(), "Only these numbers of GPUs; the scenario need not have them."),
         many("--where", SETTINGS, "Only cells with this setting, such as training.backend=zero1."),
         changes,
         variant,
@@ -279,8 +279,8 @@ def shape(command: Command) -> Function:
     def shaped(batch: int | None, seq_len: int | None, **arguments: Any) -> Any:
         return command(shape={"batch": batch, "seq_len": seq_len}, **arguments)
 
-    of_batch = click.option("--batch", type=LENGTH, help="Only this batch; where one is searched for, it.")
-    length = "Likewise for the sequence length, as 131072 or 128K."
+    of_batch = click.option("--batch", type=LENGTH, help="Only this batch, also as a search's answer.")
+    length = "Only this sequence length, for example 131072 or 128K, also as a search's answer."
     return of_batch(click.option("--seq-len", type=LENGTH, help=length)(shaped))
 
 
@@ -315,10 +315,10 @@ def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:
         type=click.Choice(FORMS.names()),
         default=DEFAULT_FORM,
         show_default=True,
-        help="What is printed.",
+        help="Form of the output.",
     )
-    @click.option("--wide", is_flag=True, help="On a terminal: all columns of tables, below rows if need be.")
-    @click.option("--details", is_flag=True, help="On a terminal: all sections, and all rows of tables.")
+    @click.option("--wide", is_flag=True, help="On a terminal, show all columns, if need be below rows.")
+    @click.option("--details", is_flag=True, help="On a terminal, show all sections, and all rows of tables.")
     @quiet
     @functools.wraps(command)
     def printed(form: str, wide: bool, details: bool, **arguments: Any) -> int:

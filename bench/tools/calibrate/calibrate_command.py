@@ -18,27 +18,27 @@ from spbench.bench.command_line.options import WORDS, WholeNumber, body, many, n
     "fits",
     multiple=True,
     metavar="SCALAR:COLUMN=VALUE[,...]",
-    help="Fit a scalar on the rows that have these values; fits are done in the order given.",
+    help="Fit a scalar to the rows that have these values; fits run in the order of the options.",
 )
 @click.option(
     "--engine",
     type=click.Choice(["distributed", "emulated"]),
-    help="Measure this machine: on real ranks with their collectives, or on one device alone.",
+    help="Measure this machine: real ranks with their collectives, or one device without links.",
 )
 @click.option(
     "--check",
     metavar="SCENARIO",
-    help="With --engine distributed, on CPUs: measure this scenario's cells too, such as closed_loop, and "
-    "predict them from what was measured of the machine; a file for each number of ranks.",
+    help="With --engine distributed, on CPUs: also measure this scenario's cells, such as closed_loop's, "
+    "and predict them by the measured rates. Writes a file for each number of ranks.",
 )
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Where ranks have tensors; cuda where torch sees a GPU, else cpu, if left out.",
+    help="Device of the ranks' tensors; by default cuda if torch sees a GPU, else cpu.",
 )
-@click.option("--world-size", type=WholeNumber(min=1), help="Ranks; 2, or all GPUs, if left out.")
+@click.option("--world-size", type=WholeNumber(min=1), help="Number of ranks; by default 2, or all GPUs.")
 @many(
-    "--precision", WORDS, "Precision of matmuls and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out."
+    "--precision", WORDS, "Precisions of matmuls and attention; by default fp32, on GPUs bf16, fp16 and fp32."
 )
 @many(
     "--message-bytes",
@@ -58,11 +58,11 @@ from spbench.bench.command_line.options import WORDS, WholeNumber, body, many, n
 )
 @click.argument("more_logs", nargs=-1, metavar="", type=click.Path(path_type=Path))
 @click.option(
-    "--extends", metavar="CLUSTER", help="With --from: the packaged cluster that all else is taken from."
+    "--extends", metavar="CLUSTER", help="With --from: the packaged cluster that supplies all other rates."
 )
 @path_option(
     "--output",
-    "The file of the cluster that --engine or --from makes; samples and plots go beside it.",
+    "The file of the cluster that --engine or --from writes, next to samples and plots.",
     default="measured.yaml",
     show_default=True,
 )
@@ -71,6 +71,6 @@ from spbench.bench.command_line.options import WORDS, WholeNumber, body, many, n
 def command() -> None:
     """Fit or measure the rates of a cluster.
 
-    Fit a cluster's few scalars to published throughputs, and show every row's error (--scenario, --table,
-    --fit), measure this machine (--engine), or read what benchmarks wrote (--from FILE...). The latter two
-    write a cluster file for --cluster."""
+    The command fits a cluster's few scalars to published throughputs and shows every row's error (--scenario,
+    --table, --fit), measures this machine (--engine), or reads logs of benchmarks (--from FILE...). The
+    latter two write a cluster file for --cluster."""

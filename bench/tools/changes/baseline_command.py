@@ -43,9 +43,9 @@ def command(
     output: Path | None,
     resume: bool,
 ) -> Iterator[Output]:
-    """Run scenarios afresh, and write their results as baselines.
+    """Run scenarios again, and write their results as baselines.
 
-    They run on virtual ranks; `spbench compare` holds later results against them.
+    They run on virtual ranks. `spbench compare` compares later results with a baseline.
     """
     if not scenario:
         raise click.UsageError("name at least one --scenario")

@@ -208,7 +208,7 @@ def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(arguments=arguments, **values)
 
     for flag in reversed(PASSED_ON):
-        option = click.option(flag, multiple=True, metavar="...", help="With --run: as of spbench run.")
+        option = click.option(flag, multiple=True, metavar="...", help="With --run: passed to spbench run.")
         collected = option(collected)
     return collected
 
@@ -216,21 +216,21 @@ def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("compare")
 @click.argument("base")
 @click.argument("new", required=False)
-@click.option("--subset", is_flag=True, help="NEW may lack cells of BASE, and claims that stand on them.")
+@click.option("--subset", is_flag=True, help="NEW may lack cells of BASE, and claims computed from them.")
 @click.option(
     "--run",
     "in_turns",
     is_flag=True,
-    help="BASE and NEW are commits, branches or tags of the repository around the working folder (NEW: the "
-    "working tree if left out): run --scenario with both, in turns on this machine, and compare that.",
+    help="BASE and NEW are commits, branches or tags of the repository around the working folder (NEW is by "
+    "default the working tree). Run --scenario with both in turns on this machine, and compare.",
 )
-@click.option("--scenario", help="With --run: name (see spbench list), or path of a YAML file of your own.")
+@click.option("--scenario", help="With --run: name (see spbench list) or path of a scenario.")
 @click.option(
     "--rounds",
     type=WholeNumber(min=1),
     default=ROUNDS,
     show_default=True,
-    help="With --run: how often each side measures what differs from run to run.",
+    help="With --run: how often each side measures times of real ranks.",
 )
 @path_option(
     "--output",
@@ -251,10 +251,10 @@ def command(
 ) -> Output:
     """Say whether the results NEW are worse than BASE.
 
-    Exit code 1 if they are, 2 if nothing can be judged. Each is a folder with cells.jsonl and comparison.csv,
-    or a cells.jsonl; or a JSON file of pytest-benchmark, or a folder of such files, which count as rounds.
-    Sent bytes, memory and simulated times of virtual ranks, answers of searches, statuses and errors against
-    published numbers are judged exactly; times of real ranks and of benchmarks by a statistical test.
+    The exit code is 1 if they are worse, and 2 if nothing can be judged. NEW and BASE are folders with
+    cells.jsonl and comparison.csv, or JSON files of pytest-benchmark, or folders of such files, each of which
+    is a round. Numbers of virtual ranks, answers of searches, statuses and errors against published numbers
+    are compared exactly. Times of real ranks and of benchmarks are judged by a statistical test.
     """
 
     if in_turns:

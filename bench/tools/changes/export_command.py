@@ -184,24 +184,22 @@ def _check_export(ctx: click.Context, param: click.Parameter, name: str) -> str:
     required=True,
     metavar=f"[{'|'.join(EXPORTS.names())}]",
     callback=_check_export,
-    help="The system that is to read them.",
+    help="The system that reads the files.",
 )
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
 @path_option(
     "--base",
-    "What markdown, junit and github-annotations compare with: results, or a folder with some under the "
-    "name of each of RESULTS, such as results/baseline.",
+    "What markdown, junit and github-annotations compare with: results, or a folder that has results under "
+    "the name of each of RESULTS, such as results/baseline.",
 )
 @path_option(
     "--previous-base",
-    "The base as it was before the change, such as the baseline of the target branch. What differs "
-    "between it and the base was meant, and markdown says so.",
+    "The base before the change, such as the baseline of the target branch. Markdown says that what "
+    "differs between the two bases was meant.",
 )
-@path_option(
-    "--targets", "A history, in whose targets.yaml are values to be met; hud has them.", metavar="HISTORY"
-)
-@click.option("--commit", default="", help="The commit of the results, in place of what their rows say.")
-@path_option("--output", "File that is written, or folder where there are several; default standard output.")
+@path_option("--targets", "A history whose targets.yaml has values to be met, for hud.", metavar="HISTORY")
+@click.option("--commit", default="", help="The commit of the results; by default what their rows say.")
+@path_option("--output", "File, or folder for several files; by default standard output.")
 @printed
 def command(
     system: str,
@@ -215,8 +213,8 @@ def command(
     """Write RESULTS for another system.
 
     RESULTS are what spbench compare takes. Cells without a value are left out and counted, never written as
-    0. The exit code is 0 once everything is written, also where results are worse than their base: spbench
-    compare is the gate.
+    0. The exit code is 0 if everything is written, even if results are worse than their base. The gate is
+    spbench compare.
     """
 
     suites = read_suites(results, base, previous_base, commit)

@@ -29,21 +29,21 @@ _PARTS_OF_A_KEY = 6
 @click.option("--suite", help="Only this suite.")
 @click.option("--metric", help="Only this metric, such as step_time_s, or status.")
 @click.option("--cell", default="", metavar="TEXT", help="Only cells that have this in their key.")
-@click.option("--machine", help="Only timings of this machine, as the tables name it.")
-@click.option("--branch", help="Records of this branch; if left out, of that with the most records.")
+@click.option("--machine", help="Only times of this machine, by its name in the tables.")
+@click.option("--branch", help="Only this branch; by default the branch with the most records.")
 @click.option(
     "--fail-on-regression",
     is_flag=True,
-    help="Exit code 1 if a metric is worse than before a step that is not said to be meant, or misses its "
-    "target.",
+    help="Exit with 1 if a metric became worse and meant.yaml does not say that this was meant, or if it "
+    "misses its target.",
 )
 @printed
 def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted: Any) -> Output:
     """Show metrics over the commits in FOLDER, and their steps.
 
-    Three series or fewer are shown commit by commit, of more what changed, by strategy; the series are
-    details. A step has the range of commits that holds its cause, for git log. FOLDER/targets.yaml has values
-    that must be met, FOLDER/meant.yaml the steps that were meant.
+    Up to three series are shown commit by commit. Of more series the command shows what changed, by strategy,
+    and the series as details. A step has the range of commits that holds its cause, for git log.
+    FOLDER/targets.yaml has values that must be met, FOLDER/meant.yaml the steps that were meant.
     """
     history = read_history(folder)
     branch = branch if branch is not None else history.branches[0]

@@ -264,26 +264,26 @@ def read_record(path: Path) -> RunRecord:
 @click.command("record")
 @click.argument("results", type=click.Path(path_type=Path))
 @path_option("--history", "Folder; created if need be.", required=True)
-@click.option("--suite", help="Name of the suite; that of the results' folder if left out.")
+@click.option("--suite", help="Name of the suite; by default the name of the results' folder.")
 @click.option(
     "--machine",
     metavar="NAME",
-    help="Name of the machine, where jobs run on hosts that come and go; the host's if left out. Timings are "
-    "held against timings of the same name and hardware.",
+    help="Name of the machine, for jobs whose hosts change; by default the host's name. Times are compared "
+    "only with times of the same name and hardware.",
 )
-@click.option("--commit", help="Commit that was measured; the one that the results name if left out.")
+@click.option("--commit", help="Commit that was measured; by default the commit that the results name.")
 @path_option(
     "--repository",
-    "Repository that has the commit; that around the working folder or the results if left out.",
+    "Repository that has the commit; by default the one around the working folder or the results.",
 )
-@click.option("--branch", help="Branch that was measured; the one that is checked out if left out.")
+@click.option("--branch", help="Branch that was measured; by default the branch that is checked out.")
 @printed
 def command(results: Path, history: Path, **naming: Any) -> Output:
     """Keep RESULTS as a file in a history.
 
-    Commit and machine are kept too. RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a
-    file of pytest-benchmark. Results of changed files or several commits are refused. Recording the same run
-    again changes nothing.
+    The file has commit and machine too. RESULTS is a folder with cells.jsonl, such as results/runs/gate, or a
+    file of pytest-benchmark. Results of uncommitted changes, or of several commits, are refused. Recording
+    the same run again changes nothing.
     """
     record = record_of(results, **naming)
     path, is_new = add_record(record, history)

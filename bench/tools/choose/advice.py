@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
-from spbench.bench.cell import Cell
-from spbench.bench.measure import (
-    ATTENTION,
-    load_cluster,
-    packaged_model,
-    priced_by_in_words,
-    with_band,
-    written,
-)
-from spbench.bench.tools.choose.fit_verdict import words
+from spbench.bench.command_line.output import records
+from spbench.bench.measure import ATTENTION, packaged_model, priced_by_in_words, written
+from spbench.bench.tools.choose.fit_verdict import columns, record, words
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
-    IN_BLOCKS,
     NAMED,
     SPARE,
     SearchResult,
     Seen,
+    compute_floor_s,
     has_experts,
     is_tie,
+    links_floor_s,
     ranked,
+    settings_beside,
     stands_for,
     tie_limit,
 )
-from spbench.bench.tools.choose.suggestions import dotted
+from spbench.bench.tools.choose.subject import micro_batch_of
 from spbench.bench.tools.choose.whole_looks import Price
+from spbench.bench.tools.jobs.argument_tables import shown
+from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
+from spbench.bench.tools.jobs.flags import OWN_WAYS, differences
 from spbench.bench.units import GIB, shown_price
-from spbench.bench.yaml_text import dump
-from spbench.impls import Place, model_preset
+from spbench.impls import model_preset
 
-#: the collective in which a rank sends to each other rank, so that a share of the bytes leaves the node
-_TO_EACH = "all_to_all"
-#: messages from a rank to the next rank, which leave a node by one network card
-_TO_NEXT = ("send", "recv")
+#: kinds of jobs that take the arguments of another program, and that program
+_FLAGS_OF = {"bridge": "megatron"}
+#: the most characters that a line quotes of what a program lacks
+_LONGEST = 160
+#: the most settings that a line names
+_MOST = 6
 
 
 @dataclass(frozen=True)
@@ -107,42 +104,24 @@ class Advice:
 
     def records(self) -> list[dict[str, Any]]:
         """One mapping of plain data for each named layout, the best first."""
-        return [self._record(rank, seen) for rank, seen in enumerate(self.ranked, start=1)]
-
-    def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
-        cell, measured = seen.cell, self.measured(seen)
-        step, breakdown = seen.step_s, measured["breakdown"]
-        memory = {name: getattr(seen.memory, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
-        return {
-            "rank": rank,
-            "yours": seen is self.result.own,
-            "tie": self.is_tie(seen) and sum(map(self.is_tie, self.result.best)) > 1,
-            "strategy": cell.strategy,
-            "mesh": cell.mesh_text,
-            "backend": cell.training.backend,
-            "micro_batch": cell.shape[0] // (cell.sizes.dp * cell.training.micro_batches),
-            "settings": written(settings_beside(self.question.cell, cell)),
-            "attention": model_preset(*cell.model_arguments).attention_kernel,
-            "step_time_s": step,
-            "behind": step / self.result.best[0].step_s - 1,
-            "step_time_low_s": measured.get("step_time_low_s"),
-            "step_time_high_s": measured.get("step_time_high_s"),
-            "tokens_per_s": measured["tokens_per_s"],
-            "mfu": measured["mfu"],
-            "peak_memory_bytes": seen.peak,
-            **memory,
-            "verdict": seen.certainty.word,
-            "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
-            "exposed_communication": breakdown["exposed_communication_s"] / step,
-            "bubble": breakdown["bubble_s"] / step,
-            "bound": measured["bound"],
-            "rates": measured["rates"],
-            "priced_by": measured.get("priced_by") or [],
-            "compute_floor_s": compute_floor_s(measured),
-            "links_floor_s": links_floor_s(cell, measured),
-            "traced": "whole" if seen.exact else "with few layers",
-            "cell": cell.key,
-        }
+        best = self.result.best
+        ties = sum(map(self.is_tie, best)) > 1
+        every = columns(
+            "layout",
+            yours=lambda seen: seen is self.result.own,
+            tie=lambda seen: ties and self.is_tie(seen),
+            micro_batch=lambda seen: micro_batch_of(seen.cell),
+            settings=lambda seen: written(settings_beside(self.question.cell, seen.cell)),
+            attention=lambda seen: model_preset(*seen.cell.model_arguments).attention_kernel,
+            behind=lambda seen: seen.step_s / best[0].step_s - 1,
+            sent_bytes=lambda seen: sum(row["sent_bytes"] for row in seen.measurement["formula"]),
+            exposed_communication=lambda seen: seen.parts["exposed_communication_s"] / seen.step_s,
+            bubble=lambda seen: seen.parts["bubble_s"] / seen.step_s,
+            priced_by=lambda seen: seen.measurement.get("priced_by") or [],
+            compute_floor_s=lambda seen: compute_floor_s(seen.measurement),
+            links_floor_s=lambda seen: links_floor_s(seen.cell, seen.measurement),
+        )
+        return [{"rank": rank, **each} for rank, each in enumerate(records(every, self.ranked), start=1)]
 
     def fullness(self) -> str:
         """A warning if the winner is too full or tight, with the first tie that is not too full; else ""."""
@@ -168,21 +147,15 @@ class Advice:
         other = next((s for s in whole if not folds_anew(s.cell.sizes.by_axis)), None)
         if other is None:
             return f"{head}; none without it that was traced fits"
-        mine, theirs = _parts(whole[0]), _parts(other)
+        mine, theirs = whole[0].step_parts, other.step_parts
         name = max(mine, key=lambda part: theirs[part] - mine[part])
         cause = f"{words()['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
         return f"{head}; without it {other} takes {other.step_s / whole[0].step_s - 1:+.0%}: {cause}"
 
-    def measured(self, seen: Seen) -> Mapping[str, Any]:
-        """The measurement of a layout, with the interval of its time."""
-        row = {"cell": seen.cell.model_dump(), "measurement": seen.measured}
-        measured: Mapping[str, Any] = with_band(row)["measurement"]
-        return measured
-
     def priced_by(self) -> str:
         """In words, the work of the best layouts that is priced by a rate of other work; "": all work has
         rates."""
-        return priced_by_in_words(seen.measured for seen in self.result.best)
+        return priced_by_in_words(seen.measurement for seen in self.result.best)
 
     def attention(self) -> str:
         """In words, the winner's attention kernel, and how long its step would take with other kernels, the
@@ -197,7 +170,7 @@ class Advice:
     def bars(self) -> list[dict[str, Any]]:
         """The records of the named layouts, each with the seconds of each part of its step, for a figure."""
         return [
-            {**record, "parts": {text: _parts(seen)[name] for name, text in words()["step_parts"].items()}}
+            {**record, "parts": {text: seen.step_parts[name] for name, text in words()["step_parts"].items()}}
             for seen, record in zip(self.ranked, self.records(), strict=True)
         ]
 
@@ -211,7 +184,7 @@ class Advice:
             "strategy": strategy,
             "mesh": winner.cell.mesh_text if winner else "",
             "tie": bool(others),
-            "tokens_per_s": winner.measured["tokens_per_s"] if winner else None,
+            "tokens_per_s": winner.measurement["tokens_per_s"] if winner else None,
         }
 
     def in_words(self) -> str:
@@ -245,7 +218,7 @@ class Advice:
         else:
             apart = other.uncharged_s / winner.uncharged_s
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
-        order = packaged_model().order(self.result.best[0].measured["rates"], apart)
+        order = packaged_model().order(self.result.best[0].measurement["rates"], apart)
         return "; ".join(filter(None, [head, causes, order]))
 
 
@@ -261,7 +234,7 @@ def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
 
 def causes_in_words(other: Seen, winner: Seen) -> str:
     """In words, the two parts of a step that explain most of the difference between the layouts' times."""
-    mine, theirs = (_parts(seen) for seen in (winner, other))
+    mine, theirs = (seen.step_parts for seen in (winner, other))
     differences = {name: theirs[name] - mine[name] for name in mine}
     sign = 1 if other.step_s >= winner.step_s else -1
     reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
@@ -272,70 +245,101 @@ def causes_in_words(other: Seen, winner: Seen) -> str:
     )
 
 
-def _parts(seen: Seen) -> dict[str, float]:
-    seconds = {name: float(seen.parts.get(name, 0.0)) for name in words()["step_parts"]}
-    return {**seconds, "matmul_s": seconds["matmul_s"] - seconds[IN_BLOCKS]}
+# -- the job's own layout ----------------------------------------------------------------------------------
 
 
-def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
-    """The settings of a layout besides strategy, ranks, backend and micro-batches, by dotted name."""
-    own = {k: v for k, v in cell.model_options.items() if asked.model_options.get(k) != v}
-    settings = dotted("model_options", own) | dotted("strategy_options", cell.strategy_options)
-    if cell.training.virtual_stages > 1:
-        settings["training.virtual_stages"] = cell.training.virtual_stages
-    if cell.mesh is not None:
-        settings["mesh"] = cell.mesh
-    return settings
+def own_in_words(answer: Advice) -> Iterator[str]:
+    """The lines of an answer on the job's own layout; none if the question has no such layout."""
+    own, asked = answer.result.own, answer.question.own
+    if asked is None:
+        return
+    if own is None:
+        reasons = answer.result.refused
+        cell = asked.looked_at
+        reason = reasons.get(f"{cell.strategy} {cell.mesh_text}", "")
+        yield f"yours cannot be timed{f': {reason}' if reason else ''}"
+        return
+    yield f"yours, {own} with {own.cell.training.backend}, {_beside_the_best(answer, own)}"
+    yield from _changes_in_words(answer)
 
 
-def scenario_text(cells: Sequence[Cell], title: str) -> str:
-    """The text of a scenario file with these cells, for `spbench run`, `verify`, `trace` and `fit`."""
-    left_out = {"engine", "timing", "model_config_json"}
-    groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
-    for group in groups:
-        group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
-    return dump({"title": title, "groups": groups})
+def _beside_the_best(answer: Advice, own: Seen) -> str:
+    memory, fastest = own.memory, next(iter(answer.result.best), None)
+    if not own.fits or memory.spare_bytes < 0:
+        needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
+        return f"does not fit: it needs {needed} GiB, {missing} more than a card has"
+    if fastest is None or own.step_s <= fastest.step_s:
+        return "is the fastest that was traced"
+    tie = f"; a tie (up to {answer.tie_limit - 1:.0%})" if answer.is_tie(own) else ""
+    causes = causes_in_words(own, fastest)
+    named = "the same with other settings" if str(own) == str(fastest) else str(fastest)
+    beside = beside_in_words(own, fastest, f"{named}, the fastest")
+    return f"{beside}{tie}{f': {causes}' if causes else ''}"
 
 
-def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the model's FLOPs (without recomputation) at the peak rate of the card's datasheet; None:
-    the datasheet has no rate for this precision."""
-    utilization, step_s = measurement["mfu"], measurement["step_time_s"]
-    return None if utilization is None else float(utilization * step_s)
+def _changes_in_words(answer: Advice) -> Iterator[str]:
+    """Lines on the arguments that lead to the fastest layout that the job's program can run, after the reason
+    why it cannot run the fastest of all. If its arguments are unknown: settings of a scenario."""
+    own, lacking = answer.result.own, ""
+    for at, (seen, changes) in enumerate(_changes(answer)):
+        gain = f" ({seen.step_s / own.step_s - 1:+.0%})" if own and own.fits else ""
+        if changes is None:
+            yield f"to {seen}{gain}: {_settings_changed(answer, seen)}"
+            return
+        program = changes.program.split()[0]
+        if words := str(changes):
+            yield "; ".join(filter(None, [lacking, f"to {seen}{gain} by {program}: {words}"]))
+            return
+        if at == 0:
+            reason = changes.missing[0] if changes.missing else "arguments that differ"
+            lacking = f"{seen}: {program} has no {reason[:_LONGEST]}"
+    if lacking and answer.question.own and not answer.question.program:
+        kind = answer.question.own.job
+        yield f"{lacking}; the fastest of what it has: --for {_FLAGS_OF.get(kind, kind)}"
 
 
-def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the bytes that a rank sends at the bandwidth of the links, while links within a node and
-    across nodes work at the same time; None: the cluster lacks a bandwidth of a link."""
-    within_s = across_s = 0.0
-    for row in measurement["formula"]:
-        times = _row_s(cell, row)
-        if times is None:
-            return None
-        within_s, across_s = within_s + times[0], across_s + times[1]
-    return max(within_s, across_s)
+def _settings_changed(answer: Advice, seen: Seen) -> str:
+    """In words, the settings that turn the job's own layout into another layout."""
+    assert answer.result.own is not None
+    differing = _differing(answer.result.own, seen)
+    words = [f"{path.partition('.')[2] or path} {shown(a)} to {shown(b)}" for path, a, b in differing]
+    more = f" and {len(words) - _MOST} more" if len(words) > _MOST else ""
+    return ", ".join(words[:_MOST]) + more
 
 
-def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """(seconds within a node, seconds across nodes) of one row of the closed form; None: no bandwidth."""
-    cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
-    nodes = np.array(Place(cell.mesh_sizes).members(*row["axis"].split("_"))) // cluster.devices_per_node
-    ranks, here = len(nodes), int((nodes == nodes[0]).sum())  # ranks of the group, in all and in one node
-    if not sent or ranks == 1:
-        return 0.0, 0.0
-    card = cluster.network.bandwidth_bytes_per_s.value
-    node = cluster.node_link.bandwidth_bytes_per_s.value if cluster.node_link else card
-    if not node or (here < ranks and not card):
+def _differing(own: Seen, seen: Seen) -> list[tuple[str, Any, Any]]:
+    """The settings in which the job's own layout differs from another layout, with both values."""
+    return [each for each in differences(own.cell, seen.cell) if each[0] not in OWN_WAYS]
+
+
+def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
+    """The fastest layouts that are faster than the job's own, or that fit where the job's own does not, each
+    with the changes of arguments that lead to it; None: the program's arguments are not known."""
+    own, asked = answer.result.own, answer.question.own
+    if own is None or asked is None:
+        return
+    # layouts that surely fit come first
+    whole = [seen for seen in answer.result.best if seen.exact]
+    towards = sorted(whole[:NAMED], key=lambda seen: seen.is_full)
+    if not own.fits:  # then ties with the fastest, and those with the fewest changed settings
+        towards.sort(key=lambda seen: (seen.is_full, not answer.is_tie(seen), len(_differing(own, seen))))
+    for seen in towards:
+        if own.fits and seen.step_s >= own.step_s:
+            continue
+        yield seen, flag_changes(asked.cell, seen.cell, asked.job)
+
+
+def own_content(answer: Advice) -> dict[str, Any] | None:
+    """The job's own layout as a record for programs; None: there is none."""
+    own = answer.result.own
+    if own is None:
         return None
-    if here == ranks:
-        return sent / node, 0.0
-    assert card is not None
-    share = card * min(1.0, cluster.network.nics_per_node / cluster.devices_per_node)
-    if row["collective"] == _TO_EACH:
-        leaves = (ranks - here) / (ranks - 1)
-        return sent * (1 - leaves) / node, sent * leaves / share
-    # in a ring one rank of a node sends to the next node, through the network cards of all ranks in its node
-    by = share * here
-    if row["collective"] in _TO_NEXT:
-        by = min(by, card)
-    return (sent / node if here > 1 else 0.0), sent / by
+    return {
+        **record("own", own),
+        "words": [*own_in_words(answer)],
+        "changes": [
+            {"strategy": seen.cell.strategy, "mesh": seen.cell.mesh_text, **asdict(changes)}
+            for seen, changes in _changes(answer)
+            if changes is not None
+        ],
+    }

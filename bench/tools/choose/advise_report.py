@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.output import Output, Table, records
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.command_line.shown_times import TIE, shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure import TIGHT
 from spbench.bench.measure import given as settings_given
-from spbench.bench.tools.choose.advice import Advice, scenario_text
+from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked, is_figure, swept_figures
-from spbench.bench.tools.choose.behind import NOTHING, own_content, own_in_words, turns, varying
+from spbench.bench.tools.choose.fit_verdict import columns, record
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.possible import left_out_by_length, spelled
 from spbench.bench.tools.choose.question import question, whole_numbers
-from spbench.bench.tools.choose.ranking import Seen, simpler
+from spbench.bench.tools.choose.ranking import simpler
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.tools.jobs.job_files import given_values
-from spbench.bench.units import GIB, shown_price, shown_share, three_digits
+from spbench.bench.units import GIB, three_digits
+from spbench.bench.yaml_text import dump
 from spbench.impls import PLUS
 
 #: the most lines for --why, and the most costs of simpler layouts, unless --details asks for all
@@ -66,15 +68,15 @@ def report(
         files.append(write_whole(output, scenario_text(cells, "The best layouts of spbench advise")))
     if figure is not None:
         files.append(_drawn(answers, figure))
-    records = [line for answer in answers for line in answer.table()]
+    table = [line for answer in answers for line in answer.table()]
     content = [
         {
             "question": answer.asked,
             "layouts": answer.records(),
             "why": answer.why(),
-            "prices": [each.content() for each in answer.prices],
-            "strategies": [_brief(seen) for seen in answer.result.of_strategies],
-            "nearest": answer.result.nearest and _brief(answer.result.nearest),
+            "prices": records(columns("price"), answer.prices),
+            "strategies": [record("brief", seen) for seen in answer.result.of_strategies],
+            "nearest": answer.result.nearest and record("brief", answer.result.nearest),
             "own": own_content(answer),
             "impossible": answer.result.impossible,
             "counts": dict(answer.result.counts),
@@ -85,7 +87,16 @@ def report(
         for answer in answers
     ]
     notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
-    return Output(sections, content, records, notes=notes, files=files, details=details)
+    return Output(sections, content, table, notes=notes, files=files, details=details)
+
+
+def scenario_text(cells: Sequence[Cell], title: str) -> str:
+    """The text of a scenario file with these cells, for `spbench run`, `verify`, `trace` and `fit`."""
+    left_out = {"engine", "timing", "model_config_json"}
+    groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
+    for group in groups:
+        group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
+    return dump({"title": title, "groups": groups})
 
 
 def _drawn(answers: Sequence[Advice], path: Path) -> Path:
@@ -100,33 +111,13 @@ def _drawn(answers: Sequence[Advice], path: Path) -> Path:
     return draw_layouts(answer.in_words(), answer.bars(), path)
 
 
-def _brief(seen: Seen) -> dict[str, Any]:
-    return {
-        "strategy": seen.cell.strategy,
-        "mesh": seen.cell.mesh_text,
-        "step_time_s": seen.step_s,
-        "peak_memory_bytes": seen.peak,
-        "traced": "whole" if seen.exact else "with few layers",
-        "cell": seen.cell.key,
-    }
-
-
 def _map(answers: Sequence[Advice]) -> Table:
     changed = any(answer.question.figures for answer in answers)
-    columns = [
-        Column("GPUs", "gpus"),
-        Column("length", "seq_len"),
-        Column("batch", "batch"),
-        *([Column("cluster", "figures")] if changed else []),
-        Column("best", "best"),
-        Column("", "tie", lambda tie: TIE if tie else ""),
-        Column("tokens/s a GPU", "tokens_per_s_gpu", three_digits),
-        Column("layouts", "layouts"),
-        Column("took", "seconds", "{:.0f} s".format),
-    ]
+    every = [each for each in columns("map") if each.name != "cluster" or changed]
     points = [
         {
             **(point := answer.point()),
+            "mark": TIE if point["tie"] else "",
             "best": str(answer.winner or ("no layout is possible" if answer.result.impossible else NOTHING)),
             "tokens_per_s_gpu": (rate := point["tokens_per_s"]) and rate / point["gpus"],
             "layouts": answer.result.counts["looked at"],
@@ -134,7 +125,61 @@ def _map(answers: Sequence[Advice]) -> Table:
         }
         for answer in answers
     ]
-    return Table.of("Which layout where", columns, points)
+    return Table.of("Which layout where", every, points)
+
+
+#: fields that can vary from answer to answer, and their names for people
+AXES = {"seq_len": "length", "gpus": "GPUs", "figures": "figure"}
+NOTHING = "nothing fits"
+
+Point = Mapping[str, Any]
+
+
+def varying(points: Sequence[Point]) -> list[str]:
+    """The fields of :data:`AXES` in which answers differ; the first is the horizontal axis of a map.
+
+    Raises:
+        UserError: answers differ in more than two fields, so that no map can show them.
+    """
+    names = [name for name in AXES if len({point[name] for point in points}) > 1]
+    if len(names) > 2:
+        raise UserError("give several --gpus, several --seq-len or a range of a figure: two of these at most")
+    return names
+
+
+def turns(points: Sequence[Point]) -> Iterator[str]:
+    """A line for each value of the second varying field: which strategy wins from where to where, and ties.
+
+    Args:
+        points: with ``gpus``, ``seq_len``, ``figures``, ``strategy`` ("" where nothing fits) and ``tie``, in
+            the order that they were asked in.
+    """
+    names = varying(points)
+    if not names:
+        return
+    along, others = names[0], names[1:]
+    for value in dict.fromkeys(tuple(point[name] for name in others) for point in points):
+        row = [point for point in points if tuple(point[name] for name in others) == value]
+        head = "".join(f"{shown_value(name, n)}: " for name, n in zip(others, value, strict=True))
+        runs = [[*run] for _, run in groupby(row, lambda point: str(point["strategy"]))]
+        winners = [f"{run[0]['strategy'] or NOTHING} {_where(along, run, run is runs[-1])}" for run in runs]
+        ties = ", ".join(shown_value(along, point[along]) for point in row if point["tie"])
+        yield head + ", ".join(winners) + (f"; a tie with another strategy at {ties}" if ties else "")
+
+
+def _where(along: str, run: Sequence[Point], last: bool) -> str:
+    first = shown_value(along, run[0][along])
+    if last and len(run) > 1:
+        return f"from {first} on"
+    return f"at {first}" if len(run) == 1 else f"from {first} to {shown_value(along, run[-1][along])}"
+
+
+def shown_value(name: str, value: Any) -> str:
+    """A value of one of :data:`AXES` as people write it."""
+    if name == "figures":
+        return str(value) or "as it is"
+    text = next((f"{value // n}{s}" for s, n in (("M", 2**20), ("K", 2**10)) if value % n == 0), str(value))
+    return text if name == "seq_len" else f"{value} GPUs"
 
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
@@ -147,9 +192,8 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
         yield from own_in_words(answer)
     else:
         important = ("strategy", "mesh", "step", "needs GiB", "spare", "", "behind")
-        yield Table.of(
-            f"The best layouts: {asked}", _LAYOUT, _layouts(answer), important=important, below=("beside",)
-        )
+        title, shown = f"The best layouts: {asked}", columns("layouts")
+        yield Table.of(title, shown, _layouts(answer), important=important, below=("beside",))
         yield from own_in_words(answer)
         traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
         yield from filter(None, [_told_apart(answer), left_out_by_length(answer.question, traced)])
@@ -172,7 +216,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
 def _details(answer: Advice) -> Iterator[Table | str]:
     """The sections on prices of settings, on other strategies, and on how many layouts had each outcome."""
     if answer.prices:
-        yield Table.of(f"What single settings of {answer.winner} cost", _PRICE, answer.prices)
+        yield Table.of(f"What single settings of {answer.winner} cost", columns("prices"), answer.prices)
     named, best = {seen.cell.strategy for seen in answer.ranked}, answer.result.best
     others = [seen for seen in answer.result.of_strategies if seen.cell.strategy not in named]
     if answer.winner is not None and others:
@@ -227,20 +271,17 @@ def _nearest(answer: Advice) -> str:
 
 def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
     """The records of the named layouts, each with its marks, time interval and settings for people."""
-    for seen, record in zip(answer.ranked, answer.records(), strict=True):
-        beside = record["settings"].replace("model_options.", "").replace("strategy_options.", "")
-        marks = {TIE: record["tie"], "yours": record["yours"], TIGHT: record["verdict"] == TIGHT}
+    for seen, line in zip(answer.ranked, answer.records(), strict=True):
+        beside = line["settings"].replace("model_options.", "").replace("strategy_options.", "")
+        marks = {TIE: line["tie"], "yours": line["yours"], TIGHT: line["verdict"] == TIGHT}
         mark = " ".join(word for word, has in marks.items() if has)
         yield {
-            **record,
+            **line,
             "mark": mark,
-            "band": shown_band(answer.measured(seen)),
+            "band": shown_band(seen.banded),
             "beside": beside,
+            "floors": _floors(line),
         }
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}"
 
 
 def _floors(record: Mapping[str, Any]) -> str:
@@ -255,36 +296,6 @@ def _as_job(program: str, cell: Cell) -> str:
     if flags.missing:
         return f"{name} has no {'; no '.join(flags.missing)}"
     return f"{name}: {' '.join(' '.join(filter(None, [line.argument, line.value])) for line in flags.lines)}"
-
-
-#: columns of the best layouts, whose items are those of :func:`_layouts`
-_LAYOUT = [
-    Column("", "mark"),
-    Column("strategy", "strategy"),
-    Column("mesh", "mesh"),
-    Column("backend", "backend"),
-    Column("micro-batch", "micro_batch"),
-    Column("beside", "beside"),
-    Column("step", "band"),
-    Column("behind", "behind", lambda behind: f"{behind:+.0%}" if behind else ""),
-    Column("tokens/s", "tokens_per_s", three_digits),
-    Column("MFU", "mfu", shown_share),
-    Column("needs GiB", "total_bytes", _gib),
-    Column("spare", "spare_bytes", _gib),
-    Column("allocated", "peak_memory_bytes", _gib),
-    Column("sends GiB", "sent_bytes", lambda nbytes: f"{nbytes / GIB:.3g}"),
-    Column("exposed", "exposed_communication", shown_share),
-    Column("bubble", "bubble", shown_share),
-    Column("bound", "bound"),
-    Column("floors", "floors", of=_floors),
-]
-#: columns of :class:`Price`
-_PRICE = [
-    Column("setting", "settings"),
-    Column("used", "used", lambda used: "yes" if used else "no"),
-    Column("step", "ratio", shown_price),
-    Column("peak GiB", "saved_bytes", lambda saved: f"{-saved / GIB:+.1f}"),
-]
 
 
 def advise(

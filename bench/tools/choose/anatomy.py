@@ -17,7 +17,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import GIB
 
-#: under this name the meters of a measurement have an :class:`Anatomy`, as plain data
+#: under this name the meters of a measurement have an :class:`Anatomy` as plain data, or only its
+#: ``least_usable_bytes``
 ANATOMY = "fit"
 #: points of the memory curve, each the largest moment of a run of allocator events
 _POINTS = 600

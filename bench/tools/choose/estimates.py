@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,19 @@ class WayFigures:
     dispatched: Depths = _NOTHING
 
 
-#: the axes of a mesh that have several ranks, and the ranks along all
-_Place = tuple[tuple[str, ...], tuple[int, ...]]
+#: the axes of a mesh that have several ranks, and the ranks along all axes
+_Place = tuple[tuple[str, ...], tuple[tuple[str, int], ...]]
+
+
+@cache
+def _place(axes: tuple[str, ...], sizes: tuple[tuple[str, int], ...]) -> _Place:
+    """The place of a collective along ``axes``, of which folded ones have the same groups on all meshes with
+    as many ranks that divide a sample."""
+    ranks = dict(sizes)
+    mesh = {axis: ranks.get(axis, 1) for axis in ORDER}
+    if axes and impls.folds(axes):
+        mesh = of_one_axis(mesh) | impls.folded_sizes(mesh | impls.given_folds(ranks))
+    return tuple(axis for axis in axes if mesh[axis] > 1), tuple(mesh.items())
 
 
 class CollectivePrices:
@@ -77,35 +88,23 @@ class CollectivePrices:
         self._costs = Costs(cluster, cluster.calibration_of(cell.precision), model_parameters(cell))
         bandwidth = self._costs.memory_bandwidth()
         self.s_of_byte = 1 / bandwidth if bandwidth > 0 else 0.0
-        self._prices: dict[tuple[str, float, _Place], float] = {}
-        #: meshes and places by axes and sizes
-        self._meshes: dict[tuple[Any, ...], tuple[dict[str, int], _Place]] = {}
-        self._groups: dict[_Place, tuple[list[list[int]], list[GroupLinks]]] = {}
+        self._linked, self._priced = cache(self._groups), cache(self._seconds)
 
     def seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
     ) -> float:
         """Seconds of one call among the ranks along these axes, while all their groups call at once."""
-        asked = (axes, *sizes.items())
-        if asked not in self._meshes:
-            mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
-            if axes and impls.folds(axes):
-                mesh = of_one_axis(mesh) | impls.folded_sizes(mesh | impls.given_folds(sizes))
-            around = tuple(axis for axis in axes if mesh[axis] > 1)
-            self._meshes[asked] = mesh, (around, tuple(mesh.values()))
-        mesh, place = self._meshes[asked]
+        place = _place(axes, tuple(sizes.items()))
         if not place[0] or not nbytes or collective in ("recv", "barrier"):
             return 0.0
-        key = (collective, nbytes, place)
-        if key not in self._prices:
-            self._prices[key] = self._seconds(collective, nbytes, place, mesh)
-        return self._prices[key]
+        return self._priced(collective, nbytes, place)
 
-    def _seconds(self, collective: str, nbytes: float, place: _Place, mesh: Mapping[str, int]) -> float:
-        if place not in self._groups:
-            groups = groups_of(place[0], mesh).tolist()
-            self._groups[place] = groups, self._costs.links(groups)
-        groups, links = self._groups[place]
+    def _groups(self, place: _Place) -> tuple[list[list[int]], list[GroupLinks]]:
+        groups = groups_of(place[0], dict(place[1])).tolist()
+        return groups, self._costs.links(groups)
+
+    def _seconds(self, collective: str, nbytes: float, place: _Place) -> float:
+        groups, links = self._linked(place)
         if collective == "send":
             nexts = np.roll(groups, -1, axis=1)
             latency, per_byte = self._costs.transfers(np.ravel(groups).tolist(), nexts.ravel().tolist(), 1)

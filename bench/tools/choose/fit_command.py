@@ -29,11 +29,11 @@ def _asking(command: Function) -> Function:
     """Add the options that say what the cells are."""
     positive = WholeNumber(min=1)
     options = [
-        click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file."),
-        click.option("--gpus", type=positive, help="How many; what scenario, job or sizes say if left out."),
-        click.option("--strategy", help="How a sample is divided; of a scenario, its cells of this one."),
-        click.option("--seq-len", type=LENGTH, help="Positions of a sequence, as 131072 or 128K."),
-        click.option("--batch", type=LENGTH, help="Samples of the whole batch."),
+        click.option("--cluster", metavar="NAME", help="Cluster of the job: a name (spbench list) or file."),
+        click.option("--gpus", type=positive, help="Number of GPUs, if the scenario or job does not say it."),
+        click.option("--strategy", help="Strategy of the model; of a scenario, only its cells."),
+        click.option("--seq-len", type=LENGTH, help="Positions of a sequence, for example 131072 or 128K."),
+        click.option("--batch", type=LENGTH, help="Samples of the whole batch, of all replicas."),
         click.option("--micro-batch", type=LENGTH, help="Samples of a micro-batch of a replica."),
         *(click.option(f"--{axis}", type=positive, help=f"Ranks along {axis}.") for axis in MESH_AXES),
         changes,
@@ -47,13 +47,13 @@ def _asking(command: Function) -> Function:
 @click.command("fit")
 @click.argument("subject", nargs=-1, required=True, metavar="SUBJECT...")
 @_asking
-@click.option("--suggest", is_flag=True, help="Try more changes, where it fits too.")
+@click.option("--suggest", is_flag=True, help="Try more changes, also if the job fits.")
 @click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
-@click.option("--budget", type=BYTES, help="Choose the switches that need no more at the least cost.")
+@click.option("--budget", type=BYTES, help="Find the memory switches within SIZE that cost least time.")
 @figure_option("Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
-@path_option("--snapshot", "Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens.")
+@path_option("--snapshot", "Write a file for PyTorch's memory viewer (pytorch.org/memory_viz).")
 @click.option(
-    "--must-fit", is_flag=True, help="Exit code 1 where it does not fit or is tight, for launchers."
+    "--must-fit", is_flag=True, help="Exit with 1 if the job does not fit or is tight, for launchers."
 )
 @jobs
 @printed
@@ -63,7 +63,7 @@ def command() -> None:
 
     SUBJECT... is a scenario (name or file), the files of a job that spbench import reads, or a model (name,
     config.json or .py file) with --cluster, --gpus and --seq-len. The answer is yes, tight (with the reason)
-    or no; it has the fullest ranks, the step and the module at the peak, and what holds the memory then.
-    Where it does not fit, changes that make it fit follow, each proved by a trace: single ones, and pairs
-    where none is enough.
+    or no. It names the fullest ranks, the step and the module at the peak, and what holds the memory then.
+    If the job does not fit, the command also prints changes that make it fit, each proved by a trace. If no
+    single change is enough, it tries pairs.
     """

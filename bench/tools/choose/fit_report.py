@@ -6,23 +6,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
+from spbench.bench.command_line.output import Output, Table, memory_table, records
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_verdict import (
-    MEMORY_COLUMNS,
-    VERDICT_COLUMNS,
     Verdict,
     columns,
     in_program_words,
     part_of_experts,
+    ranks_text,
+    record,
     settings_of,
     step_of,
     words,
@@ -32,7 +31,7 @@ from spbench.bench.tools.choose.proofs import BudgetPlan, Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
 from spbench.bench.tools.jobs.flag_changes import flag_changes
 from spbench.bench.tools.jobs.job_files import given_values
-from spbench.bench.units import card_gib, shown_price, shown_share
+from spbench.bench.units import card_gib, shown_price
 from spbench.impls import model_preset
 
 #: kinds of memory with a smaller share of the peak are not named
@@ -64,7 +63,8 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
     details.append(f"not modelled: {'; '.join(words()['not_modelled'])}")
-    cells = records(VERDICT_COLUMNS, answer.verdicts)
+    ranks = lambda verdict: ranks_text(verdict.anatomy.ranks).split(" ", 1)[1]  # noqa: E731
+    cells = records(columns("verdict", ranks=ranks), answer.verdicts)
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     content = {
         "fits": answer.fits,
@@ -96,7 +96,7 @@ def _verdict_lines(answer: Fitting) -> list[str]:
     """Lines on the fullest cell: whether it fits and by how much, why that is unsure, and its peak."""
     fullest = answer.fullest
     because = [f"tight, as {reason}" for reason in filter(None, [fullest.certainty.reason])]
-    return [str(fullest), *because, fullest.peak(answer.subject.job)]
+    return [str(fullest), *because, fullest.peak_line(answer.subject.job)]
 
 
 # -- what is there -------------------------------------------------------------------------------------------
@@ -143,17 +143,16 @@ def _parts(verdict: Verdict, program: str) -> Table:
     """A table of the peak's parts: tensors by kind and by the module whose forward or backward made them."""
     peak = verdict.anatomy.peak_memory_bytes
     experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
-    of_experts = Column("of", "of", of=lambda part: part_of_experts(part.kind, part.module, experts) or None)
-    columns = [
-        Column("what", "kind", lambda kind: kind.replace("_", " ") or "others"),
-        Column("allocated in", "module", lambda name: in_program_words(name, program) if name else None),
-        *([of_experts] if experts else []),
-        Column("tensors", "tensors"),
-        Column("GiB", "bytes", card_gib),
-        Column("share", "share", shown_share, of=lambda part: part.bytes / peak),
-    ]
+    every = columns(
+        "parts",
+        what=lambda part: part.kind.replace("_", " ") or "others",
+        module=lambda part: in_program_words(part.module, program) if part.module else None,
+        of=lambda part: part_of_experts(part.kind, part.module, experts) or None,
+        share=lambda part: part.bytes / peak,
+    )
+    shown = [each for each in every if each.name != "of" or experts]
     title = f"What holds the peak ({verdict.moment_in(program)})"
-    return Table.of(title, columns, verdict.anatomy.parts, most=_PARTS)
+    return Table.of(title, shown, verdict.anatomy.parts, most=_PARTS)
 
 
 # -- what would help -----------------------------------------------------------------------------------------
@@ -193,15 +192,9 @@ def _switches_table(answer: Fitting) -> Iterator[Table]:
     """A table of the switches that were tried for a budget, each alone."""
     if (plan := answer.plan) is None or not plan.alone:
         return
-    shown = [
-        Column("--set", "set", of=settings_of),
-        Column("needs GiB", "total_bytes", card_gib, attrgetter("memory.total_bytes")),
-        Column("step", "step_time_s", of=step_of),
-        Column("step, relative", "price", of=lambda verdict: shown_price(verdict.price(plan.before) or 1.0)),
-        Column("enough", "fits", of=lambda verdict: "yes" if plan.fits(verdict) else "no"),
-    ]
     title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
     important = ("needs GiB", "step, relative", "enough", "step")
+    shown = columns("switches", **_meanings(answer, plan.before, plan.fits))
     yield Table.of(title, shown, plan.alone, important=important, below=("--set",), most=_SWITCHES)
 
 
@@ -220,15 +213,7 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
     if (proofs := answer.proofs) is not None:
         what = "take less memory" if answer.fullest.fits else "make it fit"
         if proofs.fitting:
-            shown = [
-                Column("--set", "set", of=settings_of),
-                Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict, lack=True) or None),
-                Column("needs GiB", "total_bytes", card_gib, attrgetter("memory.total_bytes")),
-                Column("spare GiB", "spare_bytes", card_gib, attrgetter("memory.spare_bytes")),
-                Column("step", "step_time_s", of=step_of),
-                Column("step, relative", "price", of=lambda verdict: _price(answer, verdict)),
-                Column("what", "what", of=attrgetter("change.words")),
-            ]
+            shown = columns("changes", **_meanings(answer, answer.fullest, lack=True))
             title = f"Changes that {what}, the fastest first ({_tried(proofs)})"
             important = ("needs GiB", "spare GiB", "step", "step, relative")
             below = ("--set", "flags", "what")
@@ -250,43 +235,46 @@ def _closest(answer: Fitting, near: Verdict) -> str:
     return f"the closest change, --set {settings_of(near)}, needs {needs}: set it and ask again"
 
 
-def _change_columns(answer: Fitting, before: Verdict, fits: Callable[[Verdict], bool]) -> list[Column]:
-    """Columns of changes for programs; ``before`` is the verdict without the change, for relative times."""
-    return [
-        Column("--set", "set", of=settings_of),
-        *columns(what="change.words", cell="cell.key"),
-        Column("fits", "fits", of=fits),
-        *MEMORY_COLUMNS,
-        *columns(step_time_s="step_s"),
-        Column("price", "relative_step_time", of=lambda verdict: verdict.price(before)),
-    ]
+def _meanings(
+    answer: Fitting,
+    before: Verdict,
+    fits: Callable[[Verdict], bool] = lambda verdict: verdict.measurement["status"] == "ok",
+    lack: bool = False,
+) -> dict[str, Callable[[Verdict], Any]]:
+    """What the names in tables of changes mean: functions that take values out of verdicts.
+
+    Args:
+        before: the verdict without the change, for relative times.
+        lack: see :func:`flags_of`.
+    """
+    return {
+        "set": settings_of,
+        "fits": fits,
+        "step": step_of,
+        "price": lambda verdict: verdict.price(before),
+        "flags": lambda verdict: flags_of(answer, verdict, lack),
+    }
 
 
 def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
     """The changes that make the fullest cell fit, and how many were tried, as a record for programs."""
-    of_change = [
-        *_change_columns(answer, answer.fullest, lambda verdict: verdict.measurement["status"] == "ok"),
-        *columns(other_job="change.other_job"),
-        Column("peak", "peak_memory_bytes", of=lambda verdict: verdict.measurement["peak_memory_bytes"]),
-    ]
-    flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
+    meanings = _meanings(answer, answer.fullest)
     return {
-        "found": records([*of_change, flags], proofs.fitting),
+        "found": records(columns("suggestion", **meanings), proofs.fitting),
         "tried": proofs.tried,
         "pairs_tried": proofs.pairs_tried,
-        "closest": next(iter(records(of_change, [proofs.closest] if proofs.closest else [])), None),
+        "closest": proofs.closest and record("closest", proofs.closest, **meanings),
         "advise": answer.advise,
     }
 
 
 def _plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
     """The chosen switches and each tried switch of a budget, as a record for programs."""
-    flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
-    of_switch = [*_change_columns(answer, plan.before, plan.fits), flags]
+    meanings = _meanings(answer, plan.before, plan.fits)
     return {
         "budget_bytes": plan.budget_bytes,
-        "chosen": next(iter(records(of_switch, [plan.chosen] if plan.chosen else [])), None),
-        "alone": records(of_switch, plan.alone),
+        "chosen": plan.chosen and record("switch", plan.chosen, **meanings),
+        "alone": records(columns("switch", **meanings), plan.alone),
         "traced": plan.traced,
     }
 

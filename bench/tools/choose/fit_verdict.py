@@ -4,11 +4,10 @@ a changed cell. Modules have the names of the job's own program."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from pydantic import TypeAdapter
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Column
+from spbench.bench.command_line.output import Column, records
 from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.choose.suggestions import Change
-from spbench.bench.units import card_gib
+from spbench.bench.units import GIB, card_gib, shown_price, shown_share, three_digits
 from spbench.bench.yaml_files import read_yaml
 from spbench.impls import model_preset
 
@@ -100,7 +99,7 @@ class Verdict:
     @property
     def devices_fit(self) -> bool:
         """Whether all ranks fit their devices."""
-        return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
+        return all(entry["status"] == "ok" for entry in self.measurement.get("by_class", ()))
 
     def within(self, budget_bytes: int) -> bool:
         """Whether the cell needs at most ``budget_bytes`` of a card, and its hosts have enough memory."""
@@ -111,9 +110,16 @@ class Verdict:
     def memory(self) -> CardMemory:
         """The card's bytes and those that the fullest ranks need, or a guess if not all layers were
         traced."""
-        traced = ANATOMY in (self.measurement.get("meters") or {})
-        needed = self.anatomy.least_usable_bytes if traced else self.measurement["peak_memory_bytes"]
+        of_allocator = (self.measurement.get("meters") or {}).get(ANATOMY, {})
+        needed = of_allocator.get("least_usable_bytes") or self.measurement["peak_memory_bytes"]
         return card_memory(self.cell, self.measurement, needed)
+
+    @property
+    def banded(self) -> Mapping[str, Any]:
+        """The measurement with the interval of its step time."""
+        row = {"cell": self.cell.model_dump(), "measurement": self.measurement}
+        measurement: Mapping[str, Any] = measure.with_band(row)["measurement"]
+        return measurement
 
     @property
     def step_s(self) -> float | None:
@@ -151,7 +157,7 @@ class Verdict:
             return f"fits: no, {self.measurement['reason']}"
         return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}"
 
-    def peak(self, program: str = "") -> str:
+    def peak_line(self, program: str = "") -> str:
         """The second line of an answer: the fullest ranks, the moment of their peak, and its largest parts.
 
         Args:
@@ -187,38 +193,6 @@ class Verdict:
         return f"on the host: {most} GiB per rank, {card_gib(node)} GiB per node, {has}"
 
 
-def columns(**paths: str) -> list[Column]:
-    """Columns for programs, each with a field's name and the dotted path of an attribute."""
-    return [Column(field, field, of=attrgetter(path)) for field, path in paths.items()]
-
-
-#: columns for programs: the bytes of a card, needed and spare bytes
-MEMORY_COLUMNS = columns(
-    total_bytes="memory.total_bytes", card_bytes="memory.card_bytes", spare_bytes="memory.spare_bytes"
-)
-#: columns for programs: the verdict on a cell, in one line
-VERDICT_COLUMNS = [
-    *columns(cell="cell.key", fits="fits", verdict="certainty.word", tight_because="certainty.reason"),
-    *MEMORY_COLUMNS,
-    *columns(
-        peak_memory_bytes="anatomy.peak_memory_bytes",
-        reserved_memory_bytes="anatomy.reserved_memory_bytes",
-        nvidia_smi_bytes="shown_by_nvidia_smi",
-    ),
-    Column("host", "node_host_memory_bytes", of=lambda v: v.measurement.get("node_host_memory_bytes")),
-    Column("ranks", "ranks", of=lambda verdict: ranks_text(verdict.anatomy.ranks).split(" ", 1)[1]),
-    *columns(
-        stage="anatomy.stage",
-        step="anatomy.moment.step",
-        phase="anatomy.moment.phase",
-        micro_batch="anatomy.moment.micro_batch",
-        module="anatomy.moment.module",
-        step_time_s="step_s",
-    ),
-    Column("reason", "reason", of=lambda verdict: verdict.measurement["reason"]),
-]
-
-
 def settings_of(verdict: Verdict) -> str:
     """The change of a verdict in the words of ``--set``; "" if there is no change."""
     return measure.written(verdict.change.settings) if verdict.change else ""
@@ -226,8 +200,7 @@ def settings_of(verdict: Verdict) -> str:
 
 def step_of(verdict: Verdict) -> str:
     """The step time of a verdict with its interval, in words; "not timed" without a step time."""
-    row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
-    return shown_band(measure.with_band(row)["measurement"]) or "not timed"
+    return shown_band(verdict.banded) or "not timed"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -248,8 +221,50 @@ _USUAL = "huggingface"
 
 @functools.cache
 def words() -> Mapping[str, Any]:
-    """The tables of words.yaml: names of modules by the kind of job, and other words of answers."""
+    """The content of words.yaml: names of modules by the kind of job, tables, and other words of answers."""
     return read_yaml(Path(__file__).with_name("words.yaml"))
+
+
+#: the forms in which tables of words.yaml show values to people
+_FORMS: Mapping[str | None, Callable[[Any], Any]] = {
+    "GiB": card_gib,
+    "tenths of GiB": lambda nbytes: f"{nbytes / GIB:.1f}",
+    "digits of GiB": lambda nbytes: f"{nbytes / GIB:.3g}",
+    "less GiB": lambda nbytes: f"{-nbytes / GIB:+.1f}",
+    "share": shown_share,
+    "price": shown_price,
+    "more": lambda share: f"{share:+.0%}" if share else "",
+    "digits": three_digits,
+    "seconds": "{:.0f} s".format,
+    "sentence": lambda text: text or None,
+    "answer": lambda yes: "yes" if yes else "no",
+}
+
+
+def columns(table: str, **of: Callable[[Any], Any]) -> list[Column]:
+    """The columns of a table of words.yaml.
+
+    Args:
+        of: functions that take values out of an item, by the names that the table has in place of paths.
+    """
+    entries = words()["tables"][table].items()
+    whole = ((head, *(each if isinstance(each, list) else (each, None))) for head, each in entries)
+    return [
+        Column(head, head, _FORMS.get(form), of.get(path) or functools.partial(_value, path.split(".")))
+        for head, path, form in whole
+    ]
+
+
+def record(table: str, item: Any, **of: Callable[[Any], Any]) -> dict[str, Any]:
+    """The record of an item for programs, with the fields of a table of words.yaml; see :func:`columns`."""
+    return records(columns(table, **of), [item])[0]
+
+
+def _value(path: Sequence[str], item: Any) -> Any:
+    """The value of an item at a path of keys and attributes."""
+    for part in path:
+        item = item.get(part) if isinstance(item, Mapping) else getattr(item, part)
+    return item
 
 
 def in_program_words(module: str, program: str) -> str:

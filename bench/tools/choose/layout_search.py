@@ -32,13 +32,11 @@ from spbench.bench.tools.choose.candidates import (
 )
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Way, things_to_set
-from spbench.bench.tools.choose.learned import UNKNOWN, Learned, Waiting
+from spbench.bench.tools.choose.learned import SAME_STEP, UNKNOWN, Waiting
 from spbench.bench.tools.choose.possible import absence, why_impossible
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
     NAMED,
-    SAME_STEP,
-    LookedAt,
     SearchResult,
     Seen,
     complexity,
@@ -68,7 +66,7 @@ _ROOM = 1.1
 _SIMPLER = 4
 
 
-class Search(LookedAt):
+class Search(WholeLooks):
     """The search for one question; the module's docstring says how.
 
     Args:
@@ -84,11 +82,10 @@ class Search(LookedAt):
         #: no layout with more estimated bytes is traced; corrected estimates must be at most
         #: :attr:`most_bytes`
         self.too_large = FAR_TOO_LARGE * self.usable
-        self.every, self.bar, self.learned = list[Candidate](), Bar(), Learned()
+        self.every, self.bar = list[Candidate](), Bar()
         #: the candidates of each layout, by the layout's id, the fastest by the estimate first
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
         self._roomy = set[str]()  # strategies with a layout that probably fits
-        self.whole = WholeLooks(self)
 
     def run(self) -> SearchResult:
         """Run the search; returns its result.
@@ -119,10 +116,10 @@ class Search(LookedAt):
         counts[TOO_SLOW] += len(left)
         self._polish()
         self.behind.begin("the best with all layers", *_BEHIND["all"])
-        self.whole.run()
+        self.look_whole()
         while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_peak)).exact:
             self.looked_at([near.cell], "all_layers")  # few layers may say too many bytes
-            self.whole.run()
+            self.look_whole()
         self._conclude()
         return self.result
 
@@ -156,13 +153,13 @@ class Search(LookedAt):
         # layouts with experts take long to trace, so traces of all parts of a strategy are enough
         told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
         while patience > 0 and (batch := self._next(waiting)):
-            again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
+            again = [each for each in batch if told(each.strategy)]
             self._look(batch)
-            if self.same.replaced:  # leave out candidates whose steps are those of another strategy
-                others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
+            if self.learned.replaced:  # leave out candidates whose steps are those of another strategy
+                others = waiting.leave_out(lambda strategy: self.learned.instead(strategy) != strategy)
                 self.result.counts[SAME_STEP] += others
             if best := self.best_layouts():
-                patience -= again
+                patience -= sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in again)
                 sum_s = sum(seen.step_s for seen in best[:BEST])
                 if len(best) < BEST or sum_s * _GAIN < best_s:
                     best_s, patience = sum_s, _PATIENCE
@@ -236,9 +233,7 @@ class Search(LookedAt):
         cells = [candidate.cell(self.question.cell) for candidate in chosen]
         candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
         for seen in self.looked_at(cells, "few_layers"):
-            traced = candidate_of[seen.cell.key], seen.step_s, seen.peak
-            self.learned.add(*traced)
-            self.same.add(*traced)
+            self.learned.add(candidate_of[seen.cell.key], seen.step_s, seen.peak)
         self.learned.fit()
 
     # -- beside the best -----------------------------------------------------------------------------
@@ -267,7 +262,7 @@ class Search(LookedAt):
 
     def _conclude(self) -> None:
         result, fitting = self.result, self.fitting()
-        result.traced, result.same = [*self.seen.values()], self.same.replaced
+        result.traced, result.same = [*self.seen.values()], self.learned.replaced
         result.best = self.best_layouts()
         result.of_strategies = self.best_strategies()
         if not fitting and self.seen:
@@ -312,7 +307,7 @@ def answered(
                     raise
                 answer = Advice(each, SearchResult(impossible=str(error)))
             if winner := answer.winner:
-                answer = replace(answer, prices=search.whole.prices(winner))
+                answer = replace(answer, prices=search.prices(winner))
             if asked_about:
                 why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
                 answer = replace(answer, absence=why)

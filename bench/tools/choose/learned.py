@@ -1,15 +1,18 @@
-"""Corrections to the estimates of candidates, learned from traces; and the candidates that still wait."""
+"""What traces teach of candidates: corrections to their estimates, and which strategies take the same steps;
+and the candidates that still wait."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from spbench.bench.tools.choose.candidates import SURELY, Candidate, Variant
+from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.layouts import Way
 from spbench.impls import PLUS
 
@@ -21,12 +24,18 @@ _MARGIN_OF_STEP = 1.08
 #: until a layout of a strategy was traced, its estimated seconds may be off by this factor; and by the second
 #: factor from the seconds of its slowest part, if that was traced alone or in several others
 UNKNOWN, _OF_PARTS = 1.35, 1.1
-#: until a layout of a strategy was traced, its estimated bytes may be too many by this factor
-_MARGIN_OF_UNKNOWN = 1.25
-#: an excess of bytes grows at most by this factor for a candidate with more activations
-_MOST_SHARE = 2.0
+#: bytes may be off by this factor from those of the traced candidates that are most alike; and until a layout
+#: of a strategy was traced, its estimated bytes may be too many by the second factor
+_MARGIN, _MARGIN_OF_UNKNOWN = 1.1, 1.25
+#: steps are the same if their seconds and bytes differ by no larger share; two strategies must take the same
+#: steps on this many choices of ranks along axes to count as the same
+_SAME, _ENOUGH = 1e-3, 2
+#: what became of layouts whose strategy takes the same steps as another
+SAME_STEP = "the same step by another strategy"
 #: the advantage, in logarithms of seconds, that puts an untraced strategy before others as fast
 _BENEFIT = 0.1
+
+Verdicts = TypeVar("Verdicts", bound=Verdict)
 
 
 class Waiting:
@@ -57,9 +66,6 @@ class Waiting:
         self.alike_at = np.array([alike.setdefault(each, len(alike)) for each in places], dtype=int)
         self.alike = np.array([*alike], dtype=int).reshape(len(alike), -1)
         self.ways, self.variants = [*ways], [*variants]
-        #: for each group, the samples of a micro-batch
-        self.micro_batches = np.ones(len(alike))
-        self.micro_batches[self.alike_at] = [each.layout.micro_batch for each in candidates]
         self.left = np.ones(len(candidates), dtype=bool)
 
     def __len__(self) -> int:
@@ -96,39 +102,6 @@ class Waiting:
         return int(gone.sum())
 
 
-class Excess(NamedTuple):
-    """The bytes ``more`` that the traced candidate ``of`` took than estimated. Their kind is unknown: a
-    constant, a share of all bytes, buffers of a rank's part of the samples, activations, or activations that
-    each rank along an axis has whole."""
-
-    more: float
-    of: Candidate
-
-    def least(self, candidate: Candidate) -> float:
-        """The least bytes of a similar candidate, whatever kind of bytes the excess is."""
-        shares = (min(share, _MOST_SHARE) for share in self._shares(candidate))
-        return candidate.estimated_bytes + min(self.more * share for share in shares)
-
-    def most(self, candidate: Candidate) -> float:
-        """The most bytes of a similar candidate, whatever kind of bytes the excess is."""
-        return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
-
-    def _shares(self, candidate: Candidate) -> tuple[float, ...]:
-        """For each kind of bytes, the excess of another candidate divided by the traced one's, if the excess
-        is of that kind."""
-        here, there = candidate.layout, self.of.layout
-        ranks = here.way.ranks / there.way.ranks
-        activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
-        of_axes = ((1 - 1 / n) / (1 - 1 / there.way.axes[axis]) for axis, n in here.way.axes.items())
-        return (
-            1.0,
-            candidate.estimated_bytes / self.of.estimated_bytes,
-            here.micro_batch / there.micro_batch / ranks,
-            activations,
-            activations * ranks * math.prod(of_axes),
-        )
-
-
 class Bounds(NamedTuple):
     """Seconds that candidates probably take, and seconds that they take at least, each [candidates]."""
 
@@ -142,20 +115,33 @@ class Learned:
     Seconds: one factor per way, per backend and per size of micro-batches, fitted to traced over estimated
     seconds by Bayesian least squares of their logarithms. If the ways traced with a size of micro-batches
     were traced with no other size, the factor of that size stays uncertain, because it cannot be separated
-    from the ways' factors. Bytes: the traced excess over the estimate of the candidates that are most alike.
+    from the ways' factors. Bytes: traced over estimated bytes of the candidates that are most alike.
+
+    Also which strategies take the same steps, by traces of layouts that differ only in strategy. Odysseus
+    leaves an MLP's weights whole, and Megatron-SP splits them; but if experts replace all MLPs, both
+    strategies divide only attention, in the same way.
+
+    Attributes:
+        replaced: for each part of a strategy that takes the same steps as another part, the alphabetically
+            first.
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[Candidate, float]] = []
-        #: the largest micro-batch of each traced way; and the traced ways by the parts of their strategies
-        self._largest: dict[Way | None, int] = {}
-        self._parts: dict[str, list[Way]] = {}
-        self._excess: dict[Hashable, list[Excess]] = {}
+        #: traced candidates, each with its seconds and bytes
+        self._seen: list[tuple[Candidate, float, float]] = []
+        #: the traced ways, each once
+        self._ways: dict[Way, None] = {}
+        #: by a property, traced over estimated bytes of the traced candidates with that property
+        self._bytes: dict[Hashable, list[float]] = {}
         self.fit()
 
     def knows(self, strategy: str) -> bool:
         """Whether a layout of a strategy was traced."""
-        return strategy in self._excess
+        return strategy in self._bytes
+
+    def knows_parts(self, strategy: str) -> bool:
+        """Whether a layout with each part of a strategy was traced."""
+        return {*strategy.split(PLUS)} <= {part for way in self._ways for part in way.strategy.split(PLUS)}
 
     def unsettled_parts(self, strategy: str) -> set[str]:
         """The parts of a strategy that were traced neither alone nor in several other strategies, so that
@@ -164,45 +150,63 @@ class Learned:
 
     def _ways_of_part(self, part: str) -> Sequence[Way]:
         """The traced ways with a part, if the part was traced alone or in several strategies; else none."""
-        ways = self._parts.get(part, ())
+        ways = [way for way in self._ways if part in way.strategy.split(PLUS)]
         strategies = {way.strategy for way in ways}
-        return ways if part in strategies or len(strategies) > 1 else ()
-
-    def knows_parts(self, strategy: str) -> bool:
-        """Whether a layout with each part of a strategy was traced."""
-        return all(part in self._parts for part in strategy.split(PLUS))
+        return ways if part in strategies or len(strategies) > 1 else []
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
         """Record the seconds and bytes of a trace of the candidate."""
-        self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
-        excess = Excess(nbytes - candidate.estimated_bytes, candidate)
-        for _, key in _likenesses(candidate):
-            self._excess.setdefault(key, []).append(excess)
-        layout = candidate.layout
-        if layout.way not in self._largest:
-            for part in candidate.strategy.split(PLUS):
-                self._parts.setdefault(part, []).append(layout.way)
-        self._largest[layout.way] = max(layout.micro_batch, self._largest.get(layout.way, 0))
+        self._seen.append((candidate, seconds, nbytes))
+        for key in _likenesses(candidate):
+            self._bytes.setdefault(key, []).append(nbytes / candidate.estimated_bytes)
+        self._ways[candidate.layout.way] = None
 
     def fit(self) -> None:
         """Fit the logarithms of all factors, and their covariance, to the recorded traces."""
-        variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
-        columns: dict[Hashable, int] = {name: at for at, name in enumerate([*self._largest, *variants])}
+        self.replaced = self._same_steps()
+        variants = list(dict.fromkeys(each for c, *_ in self._seen for each in c.variants))
+        columns: dict[Hashable, int] = {name: at for at, name in enumerate([*self._ways, *variants])}
         matrix = np.zeros((len(self._seen), len(columns)))
-        for row, (candidate, _) in enumerate(self._seen):
+        for row, (candidate, *_) in enumerate(self._seen):
             matrix[row, [columns[name] for name in (candidate.layout.way, *candidate.variants)]] = 1.0
-        off = np.array([each for _, each in self._seen])
-        before = np.array([_SD_OF_WAY] * len(self._largest) + [_SD] * len(variants))
+        off = np.array([math.log(seconds / c.estimated_s) for c, seconds, _ in self._seen])
+        before = np.array([_SD_OF_WAY] * len(self._ways) + [_SD] * len(variants))
         self._columns = columns
         self._covariance = np.linalg.inv(matrix.T @ matrix / _NOISE**2 + np.diag(before**-2.0))
         # the last factor is that of untraced ways and variants
         self._factors = np.append(self._covariance @ matrix.T @ off / _NOISE**2, 0.0)
 
+    def _same_steps(self) -> Mapping[str, str]:
+        #: by ranks (first those along axes) and settings, the seconds and bytes of each strategy
+        numbers = defaultdict[tuple[Hashable, ...], dict[str, tuple[float, float]]](dict)
+        for candidate, *traced in self._seen:
+            layout, axes = candidate.layout, tuple(candidate.layout.way.axes.items())
+            ranks = axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold
+            settings = candidate.training_text, candidate.saving_text
+            numbers[*ranks, *settings][candidate.strategy] = (traced[0], traced[1])
+        #: by two strategies, whether their steps were the same on each of the axes
+        alike = defaultdict[tuple[str, str], dict[Hashable, bool]](dict)
+        for (along, *_), of_strategies in numbers.items():
+            for (one, a), (other, b) in itertools.combinations(of_strategies.items(), 2):
+                if pair := _differing(one, other):
+                    same = all(abs(x - y) <= _SAME * y for x, y in zip(a, b, strict=True))
+                    alike[pair][along] = alike[pair].get(along, True) and same
+        same_pairs = sorted(pair for pair, of in alike.items() if len(of) >= _ENOUGH and all(of.values()))
+        return {second: first for first, second in reversed(same_pairs)}
+
+    def instead(self, strategy: str) -> str:
+        """The strategy that represents all with the same steps as ``strategy``; perhaps itself."""
+        return PLUS.join(self.replaced.get(part, part) for part in strategy.split(PLUS))
+
+    def without_same(self, seen: Sequence[Verdicts]) -> list[Verdicts]:
+        """The cells without those that take the same steps as another cell on the same mesh."""
+        there = {(each.cell.strategy, each.cell.mesh_text) for each in seen}
+        both = ((each, self.instead(each.cell.strategy)) for each in seen)
+        return [e for e, other in both if e.cell.strategy == other or (other, e.cell.mesh_text) not in there]
+
     def bounds(self, waiting: Waiting) -> Bounds:
         """The bounds on the seconds of candidates; each way has the factor of the traced way of its strategy
-        that is fewest doublings of ranks away. If micro-batches are larger than the traced ones, the excess
-        of a step over the estimate may come with each micro-batch, for example because the host is slower
-        than the card."""
+        that is fewest doublings of ranks away."""
         unknown, strategies = len(self._columns), [way.strategy for way in waiting.ways]
         relatives = {each: self._relatives(each) for each in dict.fromkeys(strategies)}
         nearest = [self._nearest(way) for way in waiting.ways]
@@ -213,15 +217,12 @@ class Learned:
         off = np.array([relatives[each] for each in strategies], dtype=float)[way_at]
         off = np.where(ways < unknown, self._factors[ways], off)
         off = off + sum(self._factors[each] for each in columns[1:])
-        largest = np.array([self._largest.get(each, math.inf) for each in nearest], dtype=float)[way_at]
-        fewer = np.minimum(1.0, largest / waiting.micro_batches)
-        at_least = np.where(off > 0, np.log1p(np.expm1(off) * fewer), off)
         both = zip(waiting.ways, nearest, strict=True)
         doublings = np.array([_doublings(*each) for each in both], dtype=float)[way_at]
         margins = self._deviations(columns) + doublings * math.log(_MARGIN_OF_STEP)
         parts = np.array([self._slowest_part(each) for each in strategies], dtype=float)[way_at]
         of_parts = np.maximum(parts - math.log(_OF_PARTS), -math.log(UNKNOWN))
-        least = np.where(ways < unknown, at_least - margins, of_parts)
+        least = np.where(ways < unknown, off - margins, of_parts)
         return Bounds(*(waiting.estimated_s * np.exp(each)[waiting.alike_at] for each in (off, least)))
 
     def _deviations(self, columns: Sequence[np.ndarray]) -> np.ndarray:
@@ -235,21 +236,32 @@ class Learned:
 
     def _nearest(self, way: Way) -> Way | None:
         """The traced way of the same strategy that is most like a way; None: no such way was traced."""
-        alike = (traced for traced in self._largest if traced and traced.strategy == way.strategy)
+        alike = (traced for traced in self._ways if traced.strategy == way.strategy)
         return min(alike, key=lambda traced: _doublings(way, traced), default=None)
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """The least bytes of a candidate: the highest of the lower bounds that traced candidates give which
-        are like it in some property."""
-        like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
-        bounds = (min(each.least(candidate) for each in known) / margin for margin, known in like if known)
-        return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
+        """The least bytes of a candidate, from the traced candidates that are most like it."""
+        share = min(self._most_alike(candidate), default=None)
+        return candidate.estimated_bytes * (1 / _MARGIN_OF_UNKNOWN if share is None else share / _MARGIN)
 
     def most_bytes(self, candidate: Candidate) -> float:
-        """The most bytes of a candidate: the lowest of the upper bounds that like candidates give."""
-        like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
-        bounds = (max(each.most(candidate) for each in known) * margin for margin, known in like if known)
-        return min(bounds, default=candidate.estimated_bytes * SURELY)
+        """The most bytes of a candidate, from the traced candidates that are most like it."""
+        share = max(self._most_alike(candidate), default=None)
+        return candidate.estimated_bytes * (SURELY if share is None else share * _MARGIN)
+
+    def _most_alike(self, candidate: Candidate) -> Sequence[float]:
+        """Traced over estimated bytes of the traced candidates that are most like a candidate."""
+        return next((self._bytes[key] for key in _likenesses(candidate) if key in self._bytes), ())
+
+    def _relatives(self, strategy: str) -> float:
+        """The factor (a logarithm) of an untraced strategy: that of its slowest traced part, or the mean of
+        the ways that share a part with it (else of all), at most 0 and with :data:`_BENEFIT`, so that no
+        strategy is left to the end; the larger of the two."""
+        parts = strategy.split(PLUS)
+        sharing = [way for part in parts for way in self._ways if part in way.strategy.split(PLUS)]
+        factors = [*map(self._factor, sharing or self._ways)]
+        mean = sum(factors) / max(1, len(factors))
+        return max(min(0.0, mean) - _BENEFIT, self._slowest_part(strategy))
 
     def _slowest_part(self, strategy: str) -> float:
         """The largest factor (a logarithm) of a strategy's parts that were traced alone or in several others;
@@ -257,28 +269,19 @@ class Learned:
         of_parts = [ways for part in strategy.split(PLUS) if (ways := self._ways_of_part(part))]
         return max((min(map(self._factor, ways)) for ways in of_parts), default=-math.inf)
 
-    def _relatives(self, strategy: str) -> float:
-        """The factor (a logarithm) of an untraced strategy: that of its slowest traced part, or the mean of
-        the ways that share a part with it (else of all), at most 0 and with :data:`_BENEFIT`, so that no
-        strategy is left to the end; the larger of the two."""
-        ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
-        factors = [*map(self._factor, ways or self._largest)]
-        mean = sum(factors) / len(factors) if factors else 0.0
-        return max(min(0.0, mean) - _BENEFIT, self._slowest_part(strategy))
-
-    def _factor(self, way: Way | None) -> float:
+    def _factor(self, way: Way) -> float:
         return float(self._factors[self._columns[way]])
 
 
-def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
-    """(margin of bytes, key) for each set of properties that a candidate shares with candidates whose memory
-    is alike, the closest first."""
+def _likenesses(candidate: Candidate) -> Iterator[Hashable]:
+    """A key of each set of properties that a candidate shares with candidates whose memory is alike, the
+    closest first."""
     way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
-    yield 1.03, (way, pp, saving, candidate.layout.fold)
-    yield 1.05, (candidate.strategy, pp, saving, candidate.training_text)
-    yield 1.05, (way, pp, candidate.training_text, candidate.layout.fold)
-    yield 1.05, way
-    yield 1.06, candidate.strategy
+    yield way, pp, saving, candidate.layout.fold
+    yield candidate.strategy, pp, saving, candidate.training_text
+    yield way, pp, candidate.training_text, candidate.layout.fold
+    yield way
+    yield candidate.strategy
 
 
 def _doublings(way: Way, other: Way | None) -> float:
@@ -286,3 +289,13 @@ def _doublings(way: Way, other: Way | None) -> float:
     if other is None:
         return math.inf
     return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))
+
+
+def _differing(strategy: str, other: str) -> tuple[str, str] | None:
+    """The two parts, sorted, in which two strategies differ; None: they do not differ in exactly one part."""
+    own, others = strategy.split(PLUS), other.split(PLUS)
+    parts = [pair for pair in zip(own, others, strict=False) if pair[0] != pair[1]]
+    if len(own) != len(others) or len(parts) != 1:
+        return None
+    first, second = sorted(parts[0])
+    return first, second

@@ -20,7 +20,7 @@ import numpy as np
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Measurement, Outcome
-from spbench.bench.tools.choose.anatomy import fullest
+from spbench.bench.tools.choose.anatomy import ANATOMY, fullest
 from spbench.bench.tools.choose.asking import COST, Asking, Task
 from spbench.bench.units import GIB
 from spbench.impls import Unsupported, backend_class, model_preset
@@ -34,9 +34,6 @@ _DEPTHS_OF_SHARDS = (2, 3)
 Depth = Literal["small", "few_layers", "all_layers"]
 #: the most micro-batches that a look at all layers traces all, without stages of a pipeline
 _EVERY = 16
-#: under this name the meters of looks at all layers have ``tensors_bytes``, the least that the allocator
-#: must reserve for the fullest ranks
-NEEDED = "needed"
 #: under this name the meters of small looks have ``bytes``: the most bytes during forward and backward that
 #: are no states of training (tensors made during the optimizer's update do not count)
 ACTIVATIONS = "activations"
@@ -112,7 +109,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
                 "bytes": max(_activation_bytes(each.memory) for each in most.traces)
             }
         elif depth == "all_layers" and measurement.usable_memory_bytes is not None:
-            measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes}
+            measurement.meters[ANATOMY] = {"least_usable_bytes": fullest(most).usable_bytes}
     else:
         measure.check_sizes(cell)
         by_depth = [_traced(cell, d + leading) for d in depths]

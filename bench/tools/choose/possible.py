@@ -233,13 +233,13 @@ def absence(
         for what, reason in result.refused.items()
         if wanted <= {part for word in what.split() for part in word.split("x")}
     ]
-    kinds = {each.kind for each in result.traced}
+    kinds, far = {each.kind for each in result.traced}, dict[tuple[str, str], float]()
     left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
-    far_layouts = [(Layout(*which, 1), s) for which, s in bar.far.items()] if bar else []
-    far_sizes = [(each.way.strategy, each.sizes, s) for each, s in far_layouts]
-    far = {kind_of_layout(name, n): s for name, n, s in far_sizes if _has(n, asked_about)}
-    for kind in (*kinds, *(each.kind for each in left)):
-        far.pop(kind, None)
+    for which, least_s in bar.far.items() if bar else ():
+        layout = Layout(*which, 1)
+        kind = kind_of_layout(layout.way.strategy, layout.sizes)
+        if _has(layout.sizes, asked_about) and kind not in {*kinds, *(each.kind for each in left)}:
+            far[kind] = least_s
     return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")
 
 

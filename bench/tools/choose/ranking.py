@@ -1,26 +1,27 @@
-"""The cells that a search has looked at: the closest look at each, how many layouts had each outcome, which
-strategies take the same steps as others, and the order in which the best layouts are named: first ties with
-the fastest, the simplest first, then the others."""
+"""The cells that a search has looked at: the closest look at each, how many layouts had each outcome, floors
+of a time, and the order in which the best layouts are named: first ties with the fastest, the simplest
+first, then the others."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from spbench.bench.cell import Cell
-from spbench.bench.measure import FITS, NO, Certainty, certainty, load_cluster, packaged_model
-from spbench.bench.measurement import Outcome
+from spbench.bench.measure import load_cluster, packaged_model
 from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
-from spbench.bench.tools.choose.candidates import Candidate, kind_of_layout
-from spbench.bench.tools.choose.fit_verdict import CardMemory, card_memory
+from spbench.bench.tools.choose.candidates import kind_of_layout
+from spbench.bench.tools.choose.fit_verdict import Verdict, words
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
-from spbench.bench.tools.choose.look import NEEDED, Depth, looks
+from spbench.bench.tools.choose.learned import Learned
+from spbench.bench.tools.choose.look import Depth, looks
 from spbench.bench.tools.choose.question import Question
-from spbench.impls import PLUS, model_preset
+from spbench.bench.tools.choose.suggestions import dotted
+from spbench.impls import Place, model_preset
 
 #: how many layouts an answer names
 NAMED = 5
@@ -33,18 +34,15 @@ IN_BLOCKS = "in_blocks_s"
 TOSS = 1.02
 
 
-@dataclass
-class Seen:
-    """A traced cell, with the outcome of the closest look at it so far, and the depth of that look."""
+@dataclass(frozen=True)
+class Seen(Verdict):
+    """The verdict on a cell of a search, by the closest look at the cell so far.
 
-    cell: Cell
-    outcome: Outcome
-    depth: Depth
+    Attributes:
+        depth: the depth of that look.
+    """
 
-    @property
-    def measured(self) -> Mapping[str, Any]:
-        """The measurement as a mapping, as in a row."""
-        return self.outcome.measurement
+    depth: Depth = "all_layers"
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -52,20 +50,21 @@ class Seen:
         return kind_of_layout(self.cell.strategy, self.cell.mesh_sizes)
 
     @property
-    def fits(self) -> bool:
-        """Whether the cell fits its card."""
-        return self.outcome.status == "ok"
-
-    @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        seconds: float = self.measured["step_time_s"]
+        seconds: float = self.measurement["step_time_s"]
         return seconds
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of each part of a step, by name."""
-        return {**self.measured["breakdown"], **self.measured["parts"]}
+        return {**self.measurement["breakdown"], **self.measurement["parts"]}
+
+    @property
+    def step_parts(self) -> dict[str, float]:
+        """Seconds of the parts of a step that answers name, by name."""
+        seconds = {name: float(self.parts.get(name, 0.0)) for name in words()["step_parts"]}
+        return {**seconds, "matmul_s": seconds["matmul_s"] - seconds[IN_BLOCKS]}
 
     @property
     def uncharged_s(self) -> float:
@@ -75,14 +74,8 @@ class Seen:
     @property
     def peak(self) -> int:
         """Allocated bytes of the fullest rank at its peak."""
-        nbytes: int = self.measured["peak_memory_bytes"]
+        nbytes: int = self.measurement["peak_memory_bytes"]
         return nbytes
-
-    @property
-    def memory(self) -> CardMemory:
-        """The memory that a card must have for the cell; approximate if few layers were traced."""
-        needed = self.measured.get("meters", {}).get(NEEDED, {})
-        return card_memory(self.cell, self.measured, needed.get("tensors_bytes", self.peak))
 
     @property
     def is_full(self) -> bool:
@@ -90,14 +83,14 @@ class Seen:
         return self.memory.spare_bytes < SPARE * self.memory.card_bytes
 
     @property
-    def certainty(self) -> Certainty:
-        """The verdict whether the cell surely fits; see :mod:`measure.trust.fit_certainty`."""
-        return (self.fits and certainty(self.cell, self.measured)) or Certainty(FITS if self.fits else NO)
-
-    @property
     def exact(self) -> bool:
         """Whether all layers were traced, as in `spbench run`, and not only few."""
         return self.depth == "all_layers"
+
+    @property
+    def traced(self) -> str:
+        """In words, how much of the cell was traced."""
+        return "whole" if self.exact else "with few layers"
 
     def __str__(self) -> str:
         return f"{self.cell.strategy} {self.cell.mesh_text}"
@@ -116,7 +109,7 @@ class SearchResult:
         counts: how many layouts had each outcome.
         refused: the reasons why layouts are impossible, by the layout in words.
         traced: the closest look at each traced cell.
-        same: for each strategy that takes the same steps as another, the other; see :class:`SameSteps`.
+        same: for each strategy that takes the same steps as another, the other; see :class:`Learned`.
         impossible: why there is no layout at all; "" if there is one.
     """
 
@@ -142,7 +135,7 @@ def tie_limit(best: Sequence[Seen]) -> float:
     Args:
         best: layouts that fit, the fastest first.
     """
-    return packaged_model().tie(best[0].measured["rates"]) if best else 1.0
+    return packaged_model().tie(best[0].measurement["rates"]) if best else 1.0
 
 
 def is_tie(seen: Seen, best: Sequence[Seen]) -> bool:
@@ -212,14 +205,14 @@ class LookedAt:
 
     Attributes:
         seen: the closest look at each cell of the search, by the cell's key.
-        same: knows which strategies take the same steps as others.
+        learned: what traces taught, such as which strategies take the same steps as others.
     """
 
     def __init__(self, question: Question, asking: Asking, say: Say = unheard):
         self.question, self.asking, self.behind = question, asking, Behind(say)
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
         self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
-        self.result, self.seen, self.same = SearchResult(), dict[str, Seen](), SameSteps()
+        self.result, self.seen, self.learned = SearchResult(), dict[str, Seen](), Learned()
         #: by strategy, ratios of step times by traces of all layers to those by traces of few
         self._longer: dict[str, list[float]] = {}
 
@@ -236,7 +229,7 @@ class LookedAt:
                 if depth == "all_layers" and (few := self.seen.get(cell.key)):
                     ratio = outcome.measurement["step_time_s"] / few.step_s
                     self._longer.setdefault(cell.strategy, []).append(ratio)
-                self.seen[cell.key] = Seen(cell, outcome, depth)
+                self.seen[cell.key] = Seen(cell, outcome.measurement, depth=depth)
                 seen.append(self.seen[cell.key])
         return seen
 
@@ -246,7 +239,7 @@ class LookedAt:
         seen = [s for s in self.seen.values() if s.fits and self.question.runs(s.cell)]
         if has_experts(self.question.cell):
             seen = [s for s in seen if s.exact or s.peak <= _FULL * self.usable] or seen
-        return sorted(self.same.without(seen), key=self._least_whole_s)
+        return sorted(self.learned.without_same(seen), key=self._least_whole_s)
 
     def _least_whole_s(self, seen: Seen) -> float:
         """The least seconds of a step that a trace of all layers will give: if two or more cells of the
@@ -274,64 +267,62 @@ class LookedAt:
         return sorted(best, key=seconds)
 
 
-#: steps are the same if their seconds and bytes differ by no larger share
-_SAME = 1e-3
-#: on how many choices of ranks along axes two strategies must take the same steps to count as the same
-_ENOUGH = 2
-#: what became of layouts whose strategy takes the same steps as another
-SAME_STEP = "the same step by another strategy"
+#: the collective in which a rank sends to each other rank, so that a share of the bytes leaves the node
+_TO_EACH = "all_to_all"
+#: messages from a rank to the next rank, which leave a node by one network card
+_TO_NEXT = ("send", "recv")
 
 
-class SameSteps:
-    """Which strategies take the same steps as others, by traces of layouts that differ only in strategy.
-
-    Odysseus leaves an MLP's weights whole, and Megatron-SP splits them; but if experts replace all MLPs, both
-    strategies divide only attention, in the same way.
-    """
-
-    def __init__(self) -> None:
-        #: by ranks (first those along axes) and settings, the seconds and bytes of each strategy
-        self._traced = defaultdict[tuple[Hashable, ...], dict[str, tuple[float, float]]](dict)
-
-    def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
-        """Record the seconds and bytes of a trace of a candidate."""
-        layout, axes = candidate.layout, tuple(candidate.layout.way.axes.items())
-        ranks = axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold
-        settings = candidate.training_text, candidate.saving_text
-        self._traced[*ranks, *settings][candidate.strategy] = seconds, nbytes
-        vars(self).pop("replaced", None)  # which the traces decide
-
-    @cached_property
-    def replaced(self) -> Mapping[str, str]:
-        """For each part of a strategy that takes the same steps as another part, the alphabetically first."""
-        #: by two strategies, whether their steps were the same on each of the axes
-        alike = defaultdict[tuple[str, str], dict[Hashable, bool]](dict)
-        for (axes, *_), traced in self._traced.items():
-            for (one, a), (other, b) in itertools.combinations(traced.items(), 2):
-                if pair := _differing(one, other):
-                    same = all(abs(x - y) <= _SAME * y for x, y in zip(a, b, strict=True))
-                    alike[pair][axes] = alike[pair].get(axes, True) and same
-        same_pairs = sorted(pair for pair, of in alike.items() if len(of) >= _ENOUGH and all(of.values()))
-        return {second: first for first, second in reversed(same_pairs)}
-
-    def instead(self, strategy: str) -> str:
-        """The strategy that represents all with the same steps as ``strategy``; perhaps itself."""
-        replaced = self.replaced
-        return PLUS.join(replaced.get(part, part) for part in strategy.split(PLUS))
-
-    def without(self, seen: Sequence[Seen]) -> list[Seen]:
-        """The cells without those that take the same steps as another cell on the same mesh."""
-        there = {(each.cell.strategy, each.cell.mesh_text) for each in seen}
-        instead = [(self.instead(each.cell.strategy), each.cell.mesh_text) for each in seen]
-        both = zip(seen, instead, strict=True)
-        return [each for each, other in both if each.cell.strategy == other[0] or other not in there]
+def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
+    """Seconds of the model's FLOPs (without recomputation) at the peak rate of the card's datasheet; None:
+    the datasheet has no rate for this precision."""
+    utilization, step_s = measurement["mfu"], measurement["step_time_s"]
+    return None if utilization is None else float(utilization * step_s)
 
 
-def _differing(strategy: str, other: str) -> tuple[str, str] | None:
-    """The two parts, sorted, in which two strategies differ; None: they do not differ in exactly one part."""
-    own, others = strategy.split(PLUS), other.split(PLUS)
-    parts = [pair for pair in zip(own, others, strict=False) if pair[0] != pair[1]]
-    if len(own) != len(others) or len(parts) != 1:
+def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
+    """Seconds of the bytes that a rank sends at the bandwidth of the links, while links within a node and
+    across nodes work at the same time; None: the cluster lacks a bandwidth of a link."""
+    within_s = across_s = 0.0
+    for row in measurement["formula"]:
+        times = _row_s(cell, row)
+        if times is None:
+            return None
+        within_s, across_s = within_s + times[0], across_s + times[1]
+    return max(within_s, across_s)
+
+
+def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """(seconds within a node, seconds across nodes) of one row of the closed form; None: no bandwidth."""
+    cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
+    nodes = np.array(Place(cell.mesh_sizes).members(*row["axis"].split("_"))) // cluster.devices_per_node
+    ranks, here = len(nodes), int((nodes == nodes[0]).sum())  # ranks of the group, in all and in one node
+    if not sent or ranks == 1:
+        return 0.0, 0.0
+    card = cluster.network.bandwidth_bytes_per_s.value
+    node = cluster.node_link.bandwidth_bytes_per_s.value if cluster.node_link else card
+    if not node or (here < ranks and not card):
         return None
-    first, second = sorted(parts[0])
-    return first, second
+    if here == ranks:
+        return sent / node, 0.0
+    assert card is not None
+    share = card * min(1.0, cluster.network.nics_per_node / cluster.devices_per_node)
+    if row["collective"] == _TO_EACH:
+        leaves = (ranks - here) / (ranks - 1)
+        return sent * (1 - leaves) / node, sent * leaves / share
+    # in a ring one rank of a node sends to the next node, through the network cards of all ranks in its node
+    by = share * here
+    if row["collective"] in _TO_NEXT:
+        by = min(by, card)
+    return (sent / node if here > 1 else 0.0), sent / by
+
+
+def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
+    """The settings of a layout besides strategy, ranks, backend and micro-batches, by dotted name."""
+    own = {k: v for k, v in cell.model_options.items() if asked.model_options.get(k) != v}
+    settings = dotted("model_options", own) | dotted("strategy_options", cell.strategy_options)
+    if cell.training.virtual_stages > 1:
+        settings["training.virtual_stages"] = cell.training.virtual_stages
+    if cell.mesh is not None:
+        settings["mesh"] = cell.mesh
+    return settings

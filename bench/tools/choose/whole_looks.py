@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -27,36 +28,32 @@ _WHOLE = 2
 _FEW_STAGES = 4
 
 
-class WholeLooks:
-    """Traces with all layers the best of the layouts that a search has looked at.
+class WholeLooks(LookedAt):
+    """The cells that a search has looked at, the best of which are traced with all layers."""
 
-    Args:
-        so_far: the layouts that the search looked at, to which looks with all layers are added.
-    """
+    @cached_property
+    def _beside(self) -> dict[str, Seen | None]:
+        """By key, looks at changed cells of the best layouts; None: the cell cannot run."""
+        return {}
 
-    def __init__(self, so_far: LookedAt):
-        self.so_far, self.question = so_far, so_far.question
-        #: by key, looks at changed cells of the best layouts; None: the cell cannot run
-        self._beside: dict[str, Seen | None] = {}
-
-    def run(self) -> None:
+    def look_whole(self) -> None:
         """Trace with all layers the layouts that the answer names or compares with these, and drop memory
         switches that they can do without, until neither step has anything left to trace."""
         while True:
             if cells := [*{seen.cell.key: seen.cell for seen in self._compared() if not seen.exact}.values()]:
                 text = f"tracing {len(cells)} of the best with all layers"
-                self.so_far.behind.expect(text, len(cells) + 3 * NAMED)
-                self.so_far.looked_at(cells, "all_layers")
+                self.behind.expect(text, len(cells) + 3 * NAMED)
+                self.looked_at(cells, "all_layers")
             elif not self._lighten():
                 return
 
     def _compared(self) -> list[Seen]:
         """The best two layouts, those that are named, those simpler than the first named, the best of the
         next strategy and the fastest whose experts do not fold; see :func:`folds_anew`."""
-        if not (best := self.so_far.best_layouts()):
+        if not (best := self.best_layouts()):
             return []
         first, *_ = named = ranked(best)[:NAMED]
-        others = (s for s in self.so_far.best_strategies() if s.cell.strategy != first.cell.strategy)
+        others = (s for s in self.best_strategies() if s.cell.strategy != first.cell.strategy)
         unfolded = (seen for seen in best if not folds_anew(seen.cell.sizes.by_axis))
         return [*best[:_WHOLE], *named, *simpler(best, first), *islice(others, 1), *islice(unfolded, 1)]
 
@@ -65,30 +62,29 @@ class WholeLooks:
         takes no longer and leaves enough of the card free; returns whether any switch was left to try."""
         lighter: dict[str, tuple[Seen, Cell]] = {}
         left = 0
-        own = self.so_far.result.own  # keeps its switches
-        for seen in (each for each in ranked(self.so_far.best_layouts())[:NAMED] if each is not own):
+        own = self.result.own  # keeps its switches
+        for seen in (each for each in ranked(self.best_layouts())[:NAMED] if each is not own):
             cells = without_switches(self.question, seen.cell).values()
             if new := [each for each in cells if each.key not in self._beside]:
                 lighter[new[0].key], left = (seen, new[0]), left + len(new)
-        self.so_far.behind.expect("the best without memory switches", left + NAMED)
-        known = self.so_far.seen
+        self.behind.expect("the best without memory switches", left + NAMED)
         for other in filter(None, self._looked_at([cell for _, cell in lighter.values()])):
             heavier, _ = lighter[other.cell.key]
             as_fast = other.fits and other.step_s <= TOSS * heavier.step_s and self.question.runs(other.cell)
             if as_fast and (not other.is_full or other.peak <= heavier.peak):
-                known[other.cell.key] = other
-            elif other.cell.key in known and not known[other.cell.key].exact:
-                del known[other.cell.key]  # few layers misled
+                self.seen[other.cell.key] = other
+            elif other.cell.key in self.seen and not self.seen[other.cell.key].exact:
+                del self.seen[other.cell.key]  # few layers misled
         return bool(lighter)
 
     def _looked_at(self, cells: Sequence[Cell]) -> list[Seen | None]:
         """Looks with all layers at cells, kept apart from the search's; None for a cell that cannot run."""
-        known = {key: seen for key, seen in self.so_far.seen.items() if seen.exact}
+        known = {key: seen for key, seen in self.seen.items() if seen.exact}
         self._beside |= {cell.key: known[cell.key] for cell in cells if cell.key in known}
         new = [cell for cell in cells if cell.key not in self._beside]
-        for cell, outcome in looks(self.so_far.asking, new, "all_layers", self.so_far.behind.ended):
-            seen = Seen(cell, outcome, "all_layers")
-            self._beside[cell.key] = None if outcome.status == "unsupported" else seen
+        for cell, outcome in looks(self.asking, new, "all_layers", self.behind.ended):
+            refused = outcome.status == "unsupported"
+            self._beside[cell.key] = None if refused else Seen(cell, outcome.measurement)
         return [self._beside[cell.key] for cell in cells]
 
     def prices(self, layout: Seen) -> list[Price]:
@@ -101,51 +97,36 @@ class WholeLooks:
             *((*each, True) for each in switches.items()),
             *((*each, False) for each in others.items()),
         ]
-        self.so_far.behind.expect("what its settings cost", len(changes))
+        self.behind.expect("what its settings cost", len(changes))
         seen = self._looked_at([each for _, each, _ in changes])
-        return [
-            Price(settings, used, layout, other)
-            for (settings, _, used), other in zip(changes, seen, strict=True)
-            if other is not None
-        ]
+        both = zip(changes, seen, strict=True)
+        return [price(what, used, layout, other) for (what, _, used), other in both if other is not None]
 
 
 @dataclass(frozen=True)
 class Price:
-    """The price of a setting of a layout.
+    """The price of a setting of a layout, by traces with all layers.
 
     Attributes:
         settings: the setting in the words of ``--set``.
         used: whether the layout has the setting.
-        layout, changed: the layout, and the layout without the setting if ``used``, else with the setting;
-            both were traced with all layers.
+        ratio: the step time with the setting divided by the step time without the setting.
+        saved_bytes: how many bytes the setting takes off the peak.
+        changed: the layout without the setting if ``used``, else with the setting.
     """
 
     settings: str
     used: bool
-    layout: Seen
+    ratio: float
+    saved_bytes: int
     changed: Seen
 
-    @property
-    def _both(self) -> tuple[Seen, Seen]:
-        return (self.layout, self.changed) if self.used else (self.changed, self.layout)
 
-    @property
-    def ratio(self) -> float:
-        """The step time with the setting divided by the step time without the setting."""
-        with_it, without = self._both
-        return with_it.step_s / without.step_s
-
-    @property
-    def saved_bytes(self) -> int:
-        """How many bytes the setting takes off the peak."""
-        with_it, without = self._both
-        return without.peak - with_it.peak
-
-    def content(self) -> dict[str, Any]:
-        """The price as a record for programs, with the key of the changed cell for `spbench run`."""
-        numbers = {name: getattr(self, name) for name in ("settings", "used", "ratio", "saved_bytes")}
-        return {**numbers, "changed_fits": self.changed.fits, "changed_cell": self.changed.cell.key}
+def price(settings: str, used: bool, layout: Seen, changed_layout: Seen) -> Price:
+    """The price of a setting, from looks at a layout and at the layout with that setting changed."""
+    with_it, without = (layout, changed_layout) if used else (changed_layout, layout)
+    ratio, saved_bytes = with_it.step_s / without.step_s, without.peak - with_it.peak
+    return Price(settings, used, ratio, saved_bytes, changed_layout)
 
 
 def other_kernels(cell: Cell) -> list[str]:

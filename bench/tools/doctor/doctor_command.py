@@ -31,13 +31,13 @@ CHECKS = {
 
 
 @click.command("doctor")
-@many("--check", WORDS, "Only these checks; all if left out.")
+@many("--check", WORDS, "Only these checks; by default all.")
 @printed
 def command(check: tuple[str, ...]) -> Output:
     """Say what works on this machine, and how to mend the rest.
 
-    It looks at Python, torch, CUDA, GPUs, ranks and disks. Exit code 1 if virtual ranks, or real ranks on
-    CPUs, cannot run. Each check runs in a process of its own with a time limit.
+    The command checks Python, torch, CUDA, GPUs, ranks and disks. It exits with 1 if virtual ranks, or real
+    ranks on CPUs, cannot run. Each check runs in its own process with a time limit.
     """
     if unknown := [name for name in check if name not in CHECKS]:
         raise UserError(f"unknown check {unknown[0]!r}{suggestion(unknown[0], CHECKS)}")

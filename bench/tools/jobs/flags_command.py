@@ -26,9 +26,9 @@ def _known(ctx: click.Context, param: click.Parameter, kind: str) -> str:
 def command() -> None:
     """Write a cell as the flags of a training program.
 
-    The KIND is the program's: megatron, torchtitan or accelerate. The cell is one of SCENARIO, chosen by the
-    options.
+    KIND is the program: megatron, torchtitan or accelerate. The options choose one cell of SCENARIO.
 
-    It is the command or the configuration that `spbench import KIND` reads as that cell again. What the
-    program has no argument for is refused by name; how it makes the same in its own way is said.
+    `spbench import KIND` reads the written command or configuration as the same cell again. A setting for
+    which the program has no argument is refused. Comments say what the program computes in another way, for
+    example by other kernels.
     """

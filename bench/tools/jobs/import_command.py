@@ -9,8 +9,8 @@ from spbench.bench.command_line.options import WholeNumber, body, given, path_op
 
 @click.command("import")
 @click.argument("words", nargs=-1, required=True, metavar="[KIND] FILE...")
-@click.option("--gpus", type=WholeNumber(min=1), help="That the job runs on; what it says if left out.")
-@click.option("--cluster", metavar="NAME", help="That it runs on: its name (see spbench list) or file.")
+@click.option("--gpus", type=WholeNumber(min=1), help="Number of GPUs, if the files do not say it.")
+@click.option("--cluster", metavar="NAME", help="Cluster of the job: a name (spbench list) or a file.")
 @click.option("--explain", is_flag=True, help="Show what became of every argument, in place of the scenario.")
 @click.option("--strict", is_flag=True, help="Refuse what is unknown, or approximated in memory or time.")
 @given
@@ -20,10 +20,10 @@ from spbench.bench.command_line.options import WholeNumber, body, given, path_op
 def command() -> None:
     """Write a scenario from the files of a training job.
 
-    [KIND] FILE...: its launch script or its configuration, FILE.py:NAME one of several in a file; the KIND is
-    the program's (spbench list jobs), and without it the files tell.
+    In [KIND] FILE..., FILE is the job's launch script or configuration; FILE.py:NAME is one of several jobs
+    in a file. KIND is the program (spbench list jobs), and is needed only if the files do not show it.
 
-    Every argument is mapped to a setting, known to change nothing that is counted, approximated by what
-    stands for it, or refused. Nothing in the files is run. The comment beside each line is the argument that
-    it came from.
+    Every argument becomes a setting, is approximated, has no effect on what is counted, or is refused.
+    Nothing in the files is run. A comment behind each line of the scenario names the argument that the line
+    came from.
     """

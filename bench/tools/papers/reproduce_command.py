@@ -15,26 +15,26 @@ from spbench.bench.command_line.options import body, executor, fresh, jobs, path
 
 @click.command("reproduce")
 @click.argument("paper")
-@click.option("--all-variants", is_flag=True, help="Every variant of the scenarios' settings, not the first.")
+@click.option("--all-variants", is_flag=True, help="Run every variant of the settings, not only the first.")
 @jobs
 @executor
 @path_option(
     "--output",
-    "Folder for results; default results/reproduction, or results/runs/reproduction where git follows that "
-    "and --write is not given.",
+    "Folder for results; by default results/runs/reproduction, or results/reproduction with --write or if "
+    "git does not follow that folder.",
 )
 @fresh
-@click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details anew.")
+@click.option("--write", is_flag=True, help="Write the generated parts of REPRODUCE.md and its details.")
 @printed
 @body("papers.reproductions:reproduce")
 def command() -> None:
-    """Set each published number of a PAPER beside ours.
+    """Compare each published number of a PAPER with ours.
 
-    Run every scenario of PAPER (rsa, lasp, dsp, measured, field, experts or all); PAPER/SCENARIO runs that
-    one alone, and keeps what the files have of the others. `strategies` makes the rows and traces of the
-    strategies' pages, `datasheets` times of datasheets alone, `substitutes` times without a rate of the kind,
-    `bands` fits the intervals of simulated times to these results, `megatron_cases` and `megatron_moe_cases`
-    predict what each of Megatron-LM's functional tests needs, as it is imported.
+    The command runs every scenario of PAPER (rsa, lasp, dsp, measured, field, experts or all). PAPER/SCENARIO
+    runs only that scenario. `strategies` writes the rows and traces of the strategies' pages. `datasheets`
+    simulates times from datasheets only, and `substitutes` times without a rate of their kind. `bands`
+    computes the intervals of simulated times from these results. `megatron_cases` and `megatron_moe_cases`
+    predict the memory of Megatron-LM's functional tests.
 
-    Cells are kept in results/runs: what was interrupted goes on where it was.
+    Cells are kept in results/runs, so an interrupted command continues where it was.
     """

@@ -21,19 +21,19 @@ _LISTED = 5
 @path_option(
     "--output", "Folder for the site; an earlier site in it is replaced.", folder=True, required=True
 )
-@path_option("--results", "Folder with reproduction/, baseline/ and runs/; results/ if left out.")
-@path_option("--history", "Folder of `spbench record`; RESULTS/history if left out and there.")
+@path_option("--results", "Folder with reproduction/, baseline/ and runs/; by default results/.")
+@path_option("--history", "Folder of `spbench record`; by default RESULTS/history, if it exists.")
 @path_option(
     "--baseline",
-    "Folder with baselines by the names of scenarios, for RESULTS/runs; RESULTS/baseline if left out.",
+    "Folder with baselines by the names of scenarios, for RESULTS/runs; by default RESULTS/baseline.",
 )
 @printed
 def command(output: Path, results: Path | None, history: Path | None, baseline: Path | None) -> Output:
     """Write a static site of the results.
 
-    OUTPUT/index.html opens without a server or a network. It shows each paper beside our numbers, the
-    strategies, the gate and its history, and every cell. It is made of results/runs where that is there, and
-    of the files that are committed with the code.
+    OUTPUT/index.html opens without a server or a network. The site compares each paper with our numbers, and
+    shows the strategies, the gate and its history, and every cell. It contains results/runs, if that folder
+    exists, and the results that are committed with the code.
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         how = "pip install -c constraints.txt -e '.[report]' (from PyPI: pip install 'spbench[report]')"

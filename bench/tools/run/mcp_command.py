@@ -12,7 +12,7 @@ from spbench.bench.command_line.options import body
 def command() -> None:
     """Answer over MCP: fit, advise, list and explain as tools.
 
-    An agent starts it and speaks with it by its standard input and output (the Model Context Protocol,
+    An agent starts this server and speaks with it by standard input and output (the Model Context Protocol,
     transport stdio). Each tool runs the command of its name (explain: import --explain) with --format json,
-    and returns what that prints; options that write files are left out. Needs the extra 'mcp'.
+    and returns the output. Tools have no options that write files. Needs the extra 'mcp'.
     """

@@ -19,7 +19,7 @@ from spbench.bench.measure import beginning_server
 @click.option(
     "--rank",
     type=options.WholeNumber(min=0),
-    help="The rank that an engine plays which plays one alone; that with the largest peak if left out.",
+    help="The rank that the engine `emulated` plays; by default the rank with the largest peak.",
 )
 @options.jobs
 @options.executor
@@ -29,30 +29,28 @@ from spbench.bench.measure import beginning_server
     "--timeout",
     type=options.LIMIT,
     metavar="SECONDS",
-    help="Give a cell up after this time, whatever the scenario says.",
+    help="Stop a cell after this time, whatever the scenario says.",
 )
 @click.option(
     "--plain-trace",
     is_flag=True,
-    help="Ask torch about every operator of every layer, read no trace from disk and simulate every rank: "
-    "slow, to check that the quick way gives the same numbers. Implies --fresh.",
+    help="Take no short cut: run every operator of every layer, read no trace from disk and simulate every "
+    "rank. Slow; checks that short cuts give the same numbers. Implies --fresh.",
 )
 @click.option(
     "--memory",
     is_flag=True,
-    help="Show the memory of each class of ranks at each traced step: which fits, and what holds it.",
+    help="Show for each class of ranks and each traced step the memory, what holds it, and whether it fits.",
 )
-@click.option(
-    "--must-fit", is_flag=True, help="Exit code 1 where a cell does not fit or is unsupported, too."
-)
-@click.option("--unverified", is_flag=True, help="Run what is not proven right too; its rows are a mismatch.")
+@click.option("--must-fit", is_flag=True, help="Exit with 1 also if a cell does not fit or is unsupported.")
+@click.option("--unverified", is_flag=True, help="Run also what is not verified; its rows are a mismatch.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @options.printed
 def command(dry_run: bool, **asked: Any) -> Output:
-    """Run the cells of SCENARIO, beside what was published.
+    """Run the cells of SCENARIO, and compare with published numbers.
 
-    Results are kept cell by cell: a run that was interrupted goes on where it was. A cell whose cluster,
-    model, strategy, code or torch has changed since is run again.
+    Results are kept cell by cell, so an interrupted run continues where it was. A cell runs again if its
+    cluster, model, strategy, code or torch has changed since.
     """
     with nullcontext() if dry_run else beginning_server():
         from spbench.bench.tools.run.run_output import run

@@ -11,7 +11,7 @@ from spbench.bench.command_line import options
 @options.choosing_cells
 @options.shape
 @options.many(
-    "--ranks", options.numbers(least=0), "Ranks to write; the first of each pipeline stage if left out."
+    "--ranks", options.numbers(least=0), "Ranks to write; by default the first of each pipeline stage."
 )
 @options.path_option("--output", "The file.", default="trace.json", show_default=True)
 @options.printed
@@ -19,6 +19,6 @@ from spbench.bench.command_line import options
 def command() -> None:
     """Write the simulated step of a cell as a trace for Perfetto.
 
-    The cell is one of SCENARIO, chosen by the options; the trace has its step event by event. The command
-    also says the memory of each class of ranks that run the same program.
+    The options choose one cell of SCENARIO, and the trace has the events of its step. The command also prints
+    the memory of each class of ranks that run the same program.
     """

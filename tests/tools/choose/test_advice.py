@@ -12,13 +12,12 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.command_line.output import Table, View
 from spbench.bench.errors import UserError
 from spbench.bench.measure.trust.bands import packaged_model
-from spbench.bench.measurement import Outcome
-from spbench.bench.tools.choose.advice import Advice, settings_beside
-from spbench.bench.tools.choose.advise_report import report
-from spbench.bench.tools.choose.behind import turns, varying
+from spbench.bench.tools.choose.advice import Advice
+from spbench.bench.tools.choose.advise_report import report, turns, varying
 from spbench.bench.tools.choose.possible import Absence
-from spbench.bench.tools.choose.ranking import NAMED, SearchResult, Seen, complexity, simpler
+from spbench.bench.tools.choose.ranking import NAMED, SearchResult, Seen, complexity, settings_beside, simpler
 from spbench.bench.tools.choose.whole_looks import Price
+from spbench.bench.tools.choose.whole_looks import price as price_of
 from tests.grid import tabled
 from tests.terminal import faults_of, screen_of
 from tests.tools.choose.questions import asked, measured
@@ -38,7 +37,7 @@ def seen(strategy: str, sizes: dict[str, int], step_s: float, **parts: float) ->
         breakdown={"exposed_communication_s": 0.05, "bubble_s": 0.0, "host_s": 0.01},
         parts={**PARTS, **parts},
     )
-    return Seen(cell, Outcome("ok", measurement=measurement), "all_layers")
+    return Seen(cell, measurement)
 
 
 def advice(*best: Seen, **more: Any) -> Advice:
@@ -93,7 +92,7 @@ def test_a_reason_is_in_the_measurements() -> None:
     text = advice(FAST, FAR).why()
     assert text.startswith(f"the next strategy, single dp8 takes {1.1 * TIE - 1:.0%} more time; ")
     assert "exposed intra-node communication 0.4 s against 0.05" in text
-    known = {f"{n:.3g}" for each in (FAST, FAR) for n in each.measured["parts"].values()}
+    known = {f"{n:.3g}" for each in (FAST, FAR) for n in each.measurement["parts"].values()}
     assert set(re.findall(r"([\d.]+) s against", text)) | set(re.findall(r"against ([\d.]+)", text)) <= known
 
 
@@ -169,9 +168,9 @@ MIXES = ("ulysses", "ring_attention", "megatron_sp+ulysses", "megatron_sp+ulysse
 def price(settings: str, layout: Seen, step_s: float, gib: float) -> Price:
     """Of a setting without which a layout takes so many seconds, and needs so much more."""
     without = seen("ulysses", {"sp": 8}, step_s)
-    measured = {**without.measured, "peak_memory_bytes": layout.peak + int(gib * GIB)}
-    without.outcome = replace(without.outcome, status="oom" if gib > 99 else "ok", measurement=measured)
-    return Price(settings, True, layout, without)
+    measured = {**without.measurement, "peak_memory_bytes": layout.peak + int(gib * GIB)}
+    measured["status"] = "oom" if gib > 99 else "ok"
+    return price_of(settings, True, layout, replace(without, measurement=measured))
 
 
 def test_an_answer_fits_a_screen() -> None:

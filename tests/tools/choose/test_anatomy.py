@@ -120,7 +120,7 @@ def test_a_setup_that_alone_does_not_fit_is_said(statuses: tuple[str, ...], word
     }
     cell = Cell(model="gpt3-tiny", strategy="single", batch=1, seq_len=8)
     verdict = Verdict(cell, measured)
-    first, second = str(verdict), verdict.peak()
+    first, second = str(verdict), verdict.peak_line()
     assert first == "fits: no, 0.5 GiB are missing (needs 1.00 of 0.5 GiB)"
     assert second.startswith(f"{words}on the fullest, rank 0 (")
 

@@ -12,7 +12,6 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.deepened_traces import few_layers, leading_runs
-from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.candidates import best_folds
@@ -188,8 +187,8 @@ def test_a_layout_that_fills_its_card_by_few_layers_counts_where_no_other_fits()
     search = Search(asked(8), questions.Answers(lambda cell: {}))  # type: ignore[arg-type]
     for dp, share in ((8, 0.97), (4, 0.9)):
         cell = asked(8).cell.model_copy(update={"sizes": Sizes(dp=dp, sp=8 // dp)})
-        found = {"step_time_s": 1 / dp, "peak_memory_bytes": int(share * search.usable)}
-        search.seen[cell.key] = Seen(cell, Outcome("ok", measurement=found), "few_layers")
+        found = {"status": "ok", "step_time_s": 1 / dp, "peak_memory_bytes": int(share * search.usable)}
+        search.seen[cell.key] = Seen(cell, found, depth="few_layers")
         assert [each.cell.sizes.dp for each in search.fitting()] == [dp]
 
 

@@ -12,12 +12,10 @@ import pytest
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.choices import names
-from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose import asking
-from spbench.bench.tools.choose.advice import Advice
+from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking
-from spbench.bench.tools.choose.behind import own_content, own_in_words
 from spbench.bench.tools.choose.layout_search import Search
 from spbench.bench.tools.choose.layouts import backend_settings
 from spbench.bench.tools.choose.question import Question, question
@@ -103,7 +101,7 @@ def seen(
     measurement = measured(step_s, peak_memory_bytes, usable, parts={"matmul_s": step_s})
     assert question.own is not None
     cell = question.own.looked_at.model_copy(update=parts)
-    return Seen(cell, Outcome(status, measurement=measurement), "all_layers")
+    return Seen(cell, {**measurement, "status": status})
 
 
 def answer(about: Question, own: Seen, *best: Seen) -> Advice:

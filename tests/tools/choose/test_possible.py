@@ -109,10 +109,10 @@ def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate(
 
 def test_numbers_by_few_layers_say_so() -> None:
     whole, few = (seen("tensor_parallel", {"tp": 2, "dp": 4}, step_s) for step_s in (1.0, 1.5))
-    few.depth = "few_layers"
+    few = replace(few, depth="few_layers")
     found = absence(asked(gpus=8), SearchResult(best=[whole], traced=[whole, few]), {"tp": 2})
     assert [line["why"] for line in found.lines] == ["takes +0.0%", "takes +50%, by a trace of few layers"]
-    few.outcome = replace(few.outcome, status="oom")
+    few = replace(few, measurement={**few.measurement, "status": "oom"})
     found = absence(asked(gpus=8), SearchResult(traced=[few]), {"tp": 2})
     assert found.lines[0]["why"] == f"needs {few.peak / 2**30:.1f} GiB, by a trace of few layers"
 

@@ -14,14 +14,14 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.tools.choose import asking as module
-from spbench.bench.tools.choose.advice import Advice, compute_floor_s, links_floor_s
+from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.advise_report import report
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Task
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.look import look
 from spbench.bench.tools.choose.question import question
-from spbench.bench.tools.choose.ranking import LookedAt, SearchResult, Seen, ranked
+from spbench.bench.tools.choose.ranking import SearchResult, Seen, compute_floor_s, links_floor_s, ranked
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, other_settings, without_switches
 from tests.bench.hosts import CrewHere
@@ -111,10 +111,10 @@ def test_each_other_setting_has_words(options: dict[str, Any]) -> None:
 def lightened(cell: Cell) -> Cell:
     """What is named in place of a layout, the only one that was looked at."""
     answers: Any = Answers(made_up)
-    so_far = LookedAt(asked(8), answers)
+    so_far = WholeLooks(asked(8), answers)
     ((_, outcome),) = answers([Task(cell, look)])
-    so_far.seen[cell.key] = Seen(cell, outcome, "few_layers")
-    WholeLooks(so_far).run()
+    so_far.seen[cell.key] = Seen(cell, outcome.measurement, depth="few_layers")
+    so_far.look_whole()
     return ranked(so_far.best_layouts())[0].cell
 
 
@@ -142,7 +142,7 @@ def check(answer: Advice) -> int:
     texts = []
     for price in answer.prices:
         status, step_s, nbytes = by_run(price.changed.cell)
-        assert price.changed.outcome.status == status
+        assert price.changed.measurement["status"] == status
         sign, ratio, more = 1 if price.used else -1, step_s / own_s, nbytes - own_bytes
         assert price.ratio == pytest.approx(ratio**-sign, rel=1e-6)
         assert price.saved_bytes == pytest.approx(sign * more, abs=1e-4 * own_bytes)
@@ -189,9 +189,9 @@ def test_prices_are_what_runs_show(case: str, monkeypatch: pytest.MonkeyPatch, k
     settings |= dotted("model_options", options) | dotted("training", training)
     cell = changed(about.cell, settings)
     with Asking() as here:
-        so_far = LookedAt(about, here)
+        so_far = WholeLooks(about, here)
         (layout,) = so_far.looked_at([cell], "all_layers")
-        prices = WholeLooks(so_far).prices(layout)
+        prices = so_far.prices(layout)
     assert check(Advice(about, SearchResult(best=[layout], of_strategies=[layout]), prices=prices)) > 0
 
 

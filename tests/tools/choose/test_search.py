@@ -21,10 +21,9 @@ from spbench.bench.tools.choose.candidates import SLOWER, Candidate, candidates
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layout_search import BEST, Search
 from spbench.bench.tools.choose.layouts import Refused
-from spbench.bench.tools.choose.learned import Bounds, Learned, Waiting
+from spbench.bench.tools.choose.learned import SAME_STEP, Bounds, Learned, Waiting
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
-    SAME_STEP,
     TOSS,
     SearchResult,
     Seen,
@@ -271,7 +270,7 @@ def test_what_cannot_be_run_is_counted_with_its_reason(monkeypatch: pytest.Monke
 
 def test_a_layout_that_fits_is_one_whose_outcome_is_ok() -> None:
     cell = next(iter(every())).cell(question().cell)
-    assert not Seen(cell, Outcome("oom", measurement={"peak_memory_bytes": 1}), "few_layers").fits
+    assert not Seen(cell, {"status": "oom", "peak_memory_bytes": 1}, depth="few_layers").fits
 
 
 def test_an_update_on_the_host_has_its_price() -> None:
