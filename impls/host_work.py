@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_note: ContextVar[Callable[[int], None] | None] = ContextVar("what notes the host's work", default=None)
+_note: ContextVar[Callable[[int, bool], None] | None] = ContextVar("what notes the host's work", default=None)
 
 
-def host_works(calls: int) -> None:
-    """The host works as long as for ``calls`` calls of modules, without the operators in them."""
+def host_works(calls: int, *, checks: bool = False) -> None:
+    """The host works as long as for ``calls`` calls of modules, without the operators in them. If it
+    ``checks`` its queue, it waits until its device has done what the host had launched three checks ago."""
     note = _note.get()
     if note is not None:
-        note(calls)
+        note(calls, checks)
 
 
 @contextmanager
-def noting_host_work(note: Callable[[int], None]) -> Iterator[None]:
-    """A context that calls ``note`` with the calls of each :func:`host_works`."""
+def noting_host_work(note: Callable[[int, bool], None]) -> Iterator[None]:
+    """A context that calls ``note`` with the calls and ``checks`` of each :func:`host_works`."""
     token = _note.set(note)
     try:
         yield

@@ -32,8 +32,9 @@ ALIGNED = 16
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other", "fp8")
 
 #: kinds of host work other than dispatching events, as :attr:`Program.host` counts them: operators that
-#: launch no kernel, autograd nodes, calls of modules, and waits of the host for its device
-HOST_WORK = ("views", "nodes", "modules", "joins")
+#: launch no kernel, autograd nodes, calls of modules, waits of the host for its device, and checks of a
+#: queue, at each of which the host waits until the device has done what was launched three checks before
+HOST_WORK = ("views", "nodes", "modules", "joins", "checks")
 
 Mesh = tuple[int, ...]
 

@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "stage3_max_live_parameters": 30000,
         "contiguous_gradients": False,
         "sub_group_size": 0,
+        "implementation": "foreach",
         "reduce_dtype": "fp32",
     },
 }
