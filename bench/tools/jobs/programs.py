@@ -131,8 +131,8 @@ def _whole(
 
 
 def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
-    """A value in which what it names in ``whole`` replaces each ``${KEY.KEY}``, and a number ``${mul:N,N}`` or
-    ``${sum:N,N}``; what is named nowhere stays."""
+    """A value in which what it names in ``whole`` replaces each ``${KEY.KEY}``, and a number ``${mul:N,N}``
+    or ``${sum:N,N}``; what is named nowhere stays."""
     if isinstance(value, Mapping):
         return {key: _resolved(each, whole, depth) for key, each in value.items()}
     if isinstance(value, list):
