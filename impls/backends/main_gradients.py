@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls import collectives
 from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.buffer_layout import BucketLayout
 from spbench.impls.backends.planned_buffers import keep_in_eight_bits
-from spbench.impls import collectives
 from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
 from spbench.impls.rings import wait_for_device
 

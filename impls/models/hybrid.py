@@ -19,12 +19,12 @@ from torch import nn
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.recurrence import timed
 from spbench.impls.kernels.state_space import on_processors
+from spbench.impls.models.blocks import recurrent_mixer
 from spbench.impls.models.blocks.architecture import FeedForward
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import Mlp
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
-from spbench.impls.models.blocks import recurrent_mixer
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.tnl import decay_rates
