@@ -201,8 +201,8 @@ class Shell:
         for redirect in redirects:
             quoted = any(source_of(c)[:1] in "'\"\\" for c in redirect.children if c.type == "heredoc_start")
             for each in redirect.named_children if redirect.type == "heredoc_redirect" else ():
-                if each.type == "heredoc_body" and source_of(body).startswith("read "):
-                    self.variables[source_of(body).split()[-1]] = self._text(each).replace("\\\n", " ")
+                if each.type == "heredoc_body" and (words := source_of(body).split())[0] == "read":
+                    self.variables[words[-1]] = self._text(each).replace("\\\n", " ")
                 elif each.type == "heredoc_body" and is_script:
                     self.read(source_of(each) if quoted else self._text(each), self._line(each) - 1)
                 elif each.type in ("pipeline", "command", "list"):
@@ -295,9 +295,6 @@ class Shell:
                 return self._values(only) if only and alone else [self._text(node, 1)]
             case "raw_string":
                 return [text[1:-1]]
-            case "command_substitution" if text.startswith("$(("):  # as the parser takes ${X:-$((1 * 2))}
-                whole = next(below(syntax_tree(f"_={text}"), {"arithmetic_expansion"}), None)
-                return [computed(whole, self._joined) if whole else mark(text)]
             case "command_substitution":
                 return [printed(node, text.removeprefix("$(").strip("`)").strip(), self.expand)]
             case "ansi_c_string" | "translated_string" | "process_substitution":
