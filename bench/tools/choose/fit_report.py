@@ -78,12 +78,12 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
             "by_class": fullest.measurement["by_class"],
         },
         "suggestions": proofs and _suggestions(answer, proofs),
-        "largest": answer.sizes and asdict(answer.sizes),
+        "largest": answer.sizes,
         "budget": answer.plan and _plan_content(answer, answer.plan),
         "errors": [vars(each) for each in errors],
         "not_modelled": words()["not_modelled"],
         "model": model,
-        "taken": {each.what: vars(each) for each in taken(fullest.cell, said)},
+        "taken": {each["what"]: each for each in taken(fullest.cell, said)},
         "tokens_of_rank": tokens_of_rank(fullest.cell),
         "remarks": list(answer.subject.remarks),
         "files": [str(path) for path in files],
@@ -222,10 +222,10 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
             yield _closest(answer, proofs.closest)
         yield f"for another layout: {answer.advise}"
     if (sizes := answer.sizes) is not None:
-        batch = f" (batch {sizes.batch})" if sizes.micro_batch else ""
+        batch = f" (batch {sizes['batch']})" if sizes["micro_batch"] else ""
         yield (
-            f"the longest length that fits: {sizes.seq_len or 'none'}; "
-            f"the largest micro-batch: {sizes.micro_batch or 'none'}{batch}; each with all else as it is"
+            f"the longest length that fits: {sizes['seq_len'] or 'none'}; "
+            f"the largest micro-batch: {sizes['micro_batch'] or 'none'}{batch}; each with all else as it is"
         )
 
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
@@ -38,7 +39,6 @@ from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
     NAMED,
     SearchResult,
-    Seen,
     complexity,
     has_experts,
     ranked,
@@ -64,6 +64,8 @@ _BESIDE = 6
 _ROOM = 1.1
 #: how many rounds of simpler layouts are traced, each with one layout for each worker
 _SIMPLER = 4
+#: the bytes of a look at its peak
+_PEAK = attrgetter("peak")
 
 
 class Search(WholeLooks):
@@ -117,7 +119,7 @@ class Search(WholeLooks):
         self._polish()
         self.behind.begin("the best with all layers", *_BEHIND["all"])
         self.look_whole()
-        while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_peak)).exact:
+        while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_PEAK)).exact:
             self.looked_at([near.cell], "all_layers")  # few layers may say too many bytes
             self.look_whole()
         self._conclude()
@@ -266,13 +268,9 @@ class Search(WholeLooks):
         result.best = self.best_layouts()
         result.of_strategies = self.best_strategies()
         if not fitting and self.seen:
-            result.nearest = min(self.seen.values(), key=_peak)
+            result.nearest = min(self.seen.values(), key=_PEAK)
         result.counts["traced with few layers"] = len(self.seen)
         result.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in result.traced)
-
-
-def _peak(seen: Seen) -> int:
-    return seen.peak
 
 
 def answered(

@@ -41,11 +41,9 @@ def possible(question: Question, refused: Refused) -> bool:
     Args:
         refused: takes the reasons of impossible layouts, until the first possible one.
     """
-    forward_only = question.cell.training.step == "inference"
-    settings = [] if forward_only else backend_settings(question)
-    if not forward_only and not settings:
+    if not (settings := backend_settings(question)):
         return False
-    pipelined = any(has_stages(question, each) for each in settings)
+    pipelined = any(each and has_stages(question, each) for each in settings)
     estimates = Estimates(question.cell, question.gpus, {}, {})
     for way in ways(question):
         around = [*islice(layouts(question, way, estimates.layers, refused), 1)]

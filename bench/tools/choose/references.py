@@ -167,11 +167,10 @@ def references(
         options = {**question.cell.model_options, **settings}
         alone = question.on_replicas(1, 1, model_options=options)
         cells["model", text, layers] = few_experts(at_depth(alone, layers))
-    forward_only = question.cell.training.step == "inference"
-    for layers in () if forward_only else (1, 2):
+    for layers in () if question.forward_only else (1, 2):
         twice = question.on_replicas(1, 2, {"micro_batches": 2})
         cells["twice", AS_IT_IS, layers] = few_experts(at_depth(twice, layers))
-    kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
+    kinds = backend_settings(question)
     for settings, dp in itertools.product(kinds, _REPLICAS):
         cell = few_experts(at_depth(question.on_replicas(dp, dp, settings), 1))
         cells["backend", as_text(settings), dp] = _short(cell)
