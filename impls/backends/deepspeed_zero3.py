@@ -27,19 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from spbench.impls.backends import parameter_coordinator
 from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
 from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.flat import padded
 from spbench.impls.backends.fsdp_flat import take_parameters
 from spbench.impls.backends.meta_device import is_meta, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.parameter_coordinator import (
-    Coordinator,
-    DeepSpeedZero3Options,
-    flat_uses,
-    replayed,
-    uses_in_order,
-)
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.collectives import (
     ReusedBuffer,
@@ -48,7 +42,7 @@ from spbench.impls.collectives import (
     reduce_scatter_in_place,
     start_all_gather,
 )
-from spbench.impls.host_work import host_works
+from spbench.impls.observed_work import host_works
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -127,8 +121,8 @@ class DeepSpeedZero3(Backend):
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
     freezes = False
-    options_type = DeepSpeedZero3Options
-    options: DeepSpeedZero3Options
+    options_type = parameter_coordinator.DeepSpeedZero3Options
+    options: parameter_coordinator.DeepSpeedZero3Options
 
     @classmethod
     def starts_on_meta(cls, options: Any) -> bool:
@@ -140,7 +134,7 @@ class DeepSpeedZero3(Backend):
 
     def prepare(self) -> Optimizer:
         groups = {self.names[p]: group for group, parameters in self.summed() for p in parameters}
-        uses = uses_in_order(self.module, self.names)
+        uses = parameter_coordinator.uses_in_order(self.module, self.names)
         device = self.around.gradient_mesh(()).device_type
         taken = {name: p for p, name in self.names.items()}
         owners = take_parameters(self.module, dict(self.names))
@@ -155,7 +149,9 @@ class DeepSpeedZero3(Backend):
             weight.parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
         del taken
         elements = {name: weight.elements for name, weight in self.weights.items()}
-        self.coordinator = Coordinator(elements, flat_uses(uses), self.options)
+        self.coordinator = parameter_coordinator.Coordinator(
+            elements, parameter_coordinator.flat_uses(uses), self.options
+        )
         self._cut()
         for owner in self.module.modules():
             owner.register_forward_pre_hook(self._enter)
@@ -454,15 +450,17 @@ class DeepSpeedZero3(Backend):
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         options, module = step.options, step.build()
-        assert isinstance(options, DeepSpeedZero3Options)
+        assert isinstance(options, parameter_coordinator.DeepSpeedZero3Options)
         names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         sums = {each.axes: each for each in step.summed}
         sets = {name: sums[step.strategy.partial_axes(p)] for p, name in names.items()}
         padding = {name: padded(p.numel(), sets[name].size) for p, name in names.items()}
-        uses = uses_in_order(module, names)
-        coordinator = Coordinator({n: p.numel() for p, n in names.items()}, flat_uses(uses), options)
+        uses = parameter_coordinator.uses_in_order(module, names)
+        coordinator = parameter_coordinator.Coordinator(
+            {n: p.numel() for p, n in names.items()}, parameter_coordinator.flat_uses(uses), options
+        )
         gathers = Counter[tuple[bool, Any]]()
-        for backward, name in replayed(coordinator, uses):
+        for backward, name in parameter_coordinator.replayed(coordinator, uses):
             gathers[backward, sets[name].axes] += padding[name]
         for axes, summed in sums.items():
             if summed.size == 1:

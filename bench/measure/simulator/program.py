@@ -181,7 +181,7 @@ class Program:
         kind: KERNEL, COLLECTIVE, SEND, RECV, WAIT or RECORD.
         stream: the stream on which the event was issued; a stream runs its events in order, and stands still
             at a wait. COMPUTE_STREAM unless a library has streams of its own.
-        whose: the ranks that do the event's work, see :mod:`spbench.impls.unlike_work`: EVERYONE; ALL_LOWER
+        whose: the ranks that do the event's work, see :mod:`spbench.impls.observed_work`: EVERYONE; ALL_LOWER
             for a kernel on the blocks of all lower ranks at once; or, for a kernel on the block of one lower
             rank, the number of lower ranks.
         name: index into ``names``: the operator, or the collective.
