@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from spbench.impls import raised
 
@@ -48,6 +48,12 @@ def shortened(text: str) -> str:
         return text
     begin, end = text[: MOST_SHOWN * 3 // 5], text[-MOST_SHOWN // 4 :]
     return f"{begin}...{end}({len(text)} characters)"
+
+
+def listed(names: Sequence[str], most: int, between: str = ", ") -> str:
+    """The first ``most`` names, and how many more there are: ``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
 
 
 #: shows as many entries and levels of a value as a message has room for; reprlib's own bounds are smaller

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -79,6 +79,18 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merge(merged[key], value) if both else value
     return merged
+
+
+def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping in which each value is at its path, a name with dots between the keys of mappings."""
+    content: dict[str, Any] = {}
+    for path, value in values:
+        *above, key = path.split(".")
+        place = content
+        for name in above:
+            place = place.setdefault(name, {})
+        place[key] = value
+    return content
 
 
 def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:

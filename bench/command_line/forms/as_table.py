@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spbench.bench.command_line.output import Output, Table, Verbatim
+from spbench.bench.errors import listed
 
 #: the most files of a folder, and the most hidden sections, that a terminal names
 _NAMED = 3
@@ -50,7 +51,7 @@ def _on_a_terminal(output: Output, out: TextIO) -> Iterator[str]:
         titles = [each.title if isinstance(each, Table) else each.split("\n")[0] for each in output.details]
         # a title up to its first colon or bracket
         names = [*dict.fromkeys(title.split(": ")[0].split(" (")[0].rstrip(":") for title in titles)]
-        yield screen.aside(f"--details shows: {_first(names, '; ')}")
+        yield screen.aside(f"--details shows: {listed(names, _NAMED, '; ')}")
     yield screen.paragraph("\n".join(output.notes))
 
 
@@ -63,10 +64,4 @@ def _files_by_folder(files: Sequence[Path]) -> Iterator[str]:
         if len(paths) <= _NAMED:
             yield from map(str, paths)
         else:
-            yield f"{len(paths)} files in {folder}: {_first([path.name for path in paths])}"
-
-
-def _first(texts: Sequence[str], between: str = ", ") -> str:
-    """The first three texts, joined by ``between``, and the number of other texts."""
-    more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
-    return f"{between.join(texts[:_NAMED])}{more}"
+            yield f"{len(paths)} files in {folder}: {listed([path.name for path in paths], _NAMED)}"

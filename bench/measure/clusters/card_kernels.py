@@ -14,18 +14,12 @@ from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_name
 from spbench.bench.measure.clusters.figures import Sourced, named
 from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask
 
-#: the generation of a card (the major number of NVIDIA's compute capability), by a part of the card's name
-_CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
-    "H100": 9,
-    "H200": 9,
-    "H800": 9,
-    "B200": 10,
-    "B300": 10,
-    "RTX PRO 6000": 12,
-}
+#: parts of cards' names by generation (the major number of NVIDIA's compute capability)
+_CARDS = {6: "P100", 7: "V100 T4", 8: "A100 A800 A6000 3090 4090 L20 L4", 9: "H100 H20 H800", 10: "B200 B300"}
+_CAPABILITY = {part: number for number, parts in _CARDS.items() for part in parts.split()} | {"RTX PRO": 12}
 #: the first and the last generation that a kernel runs on. README.md of Dao-AILab/flash-attention says of
 #: FlashAttention-2 Ampere, Ada and Hopper (and later), of 3 H100 and H800, of 4 Hopper and Blackwell
-_RUNS_ON = {"flash_attention_2": (8, 99), "flash_attention_3": (9, 9), "flash_attention_4": (9, 10)}
+_RUNS_ON = {"flash_attention_2": (8, 99), "flash_attention_3": (9, 9), "flash_attention_4": (9, 12)}
 
 
 def generation_of(device: Device) -> int:

@@ -31,6 +31,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
 from spbench.bench.measure.processes.stacks import (
     STACKS_FOLDER,
+    Fate,
     RankAnswer,
     RankError,
     RankJob,
@@ -41,7 +42,7 @@ from spbench.bench.measure.processes.stacks import (
 )
 from spbench.bench.measure.processes.staged_group import STAGED, register
 from spbench.bench.measure.processes.starting import FILES_OF_GROUP, FILES_OF_RANK, MEET, check_open_files
-from spbench.impls import device_mesh, exits_refused, printed, share_files, told, whole_mesh
+from spbench.impls import Unsupported, device_mesh, exits_refused, printed, share_files, told, whole_mesh
 
 __all__ = ["RankError", "RankPool", "Ranks"]
 
@@ -205,9 +206,10 @@ def _check_open_files(job: RankJob, ending: threading.Thread) -> None:
 
 
 def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:
+    refused: Fate = "unsupported" if isinstance(error, Unsupported) else "failed"
     return RankAnswer(
         rank,
-        status="oom" if is_out_of_memory(error) else "failed",
+        status="oom" if is_out_of_memory(error) else refused,
         place=place,
         text=printed(error),
         raised=str(error) if isinstance(error, UserError) else told(error),

@@ -139,7 +139,7 @@ GRACE_S = 5.0
 NO_END = "no end within its limit of"
 
 #: the status of a cell whose ranks failed; a subset of :data:`spbench.bench.measurement.Status`
-Fate = Literal["failed", "oom", "timeout"]
+Fate = Literal["failed", "oom", "timeout", "unsupported"]
 
 
 class RankError(RuntimeError):
@@ -206,7 +206,7 @@ class RankAnswer:
 
     rank: int
     value: Any = None
-    status: Literal["ok", "failed", "oom"] = "ok"
+    status: Literal["ok", "failed", "oom", "unsupported"] = "ok"
     place: int = 0
     text: str = ""
     raised: str = ""

@@ -243,9 +243,9 @@ def verify_case(
         if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
             row = replace(row, bytes=EQUAL)
         findings = pool.run(sizes, check_rank, case, timeout_s=timeout_s, device=device, backend=backend)
-    except impls.Unsupported as unsupported:
-        return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
+        if failed.status == "unsupported":
+            return replace(row, status="unsupported", reason=failed.reason)
         red = replace(row, status="RED", error=float("inf"), rank=failed.rank, bytes="")
         red = replace(red, reason=failed.reason, traceback=str(failed))
         why = partial(explain_failure, pool, case, sizes, device, backend)

@@ -88,8 +88,8 @@ class _Small(NamedTuple):
 
 def _cases(cell: Cell) -> list[_Small]:
     """The cases to verify before the cell is measured; none where the cell is proven or refused. Later cases
-    have the strategy on fewer ranks, for when earlier cases are unsupported. A backend of a strategy without
-    axes is verified with the package's strategies."""
+    have the strategy on fewer ranks, and at last no options of the backend, for when earlier cases are
+    unsupported. A backend of a strategy without axes is verified with the package's strategies."""
     cls, backend = impls.nesting(cell.strategy), cell.training.backend
     of_strategy = bool(cls.axes) and not _is_proven(*cls.classes)
     of_backend = cell.sizes.world > 1 and not _is_proven(impls.backend_class(backend))
@@ -106,17 +106,22 @@ def _cases(cell: Cell) -> list[_Small]:
         )
         tried = [(each, dict.fromkeys(each.axes, 2)) for each in own]
     how: dict[str, Any] = {"options": cell.strategy_options} if cls.axes else {}
-    if of_backend:
-        how |= {"backend": backend, "backend_options": cell.training.backend_options}
+    chosen = [how]
+    if of_backend:  # whose options may be for more replicas than a small case has
+        chosen = [
+            {**how, "backend": backend, "backend_options": each}
+            for each in (cell.training.backend_options, {})
+        ]
     # kernels of other packages may have no float64
     precision = cell.precision if cls.requires else "fp64"
     return [
         _Small(
             cell.strategy if cls.axes else backend,
             name,
-            Case(of, model, [*model.parts()][-1], precision, **how),
+            Case(of, model, [*model.parts()][-1], precision, **settings),
             on,
         )
+        for settings in chosen
         for of, on in tried
         for name, model in _small(cell).items()
     ]
@@ -130,7 +135,7 @@ def _key(cases: Sequence[_Small]) -> str:
 
 def _verdict(pool: Ranks, cases: Sequence[_Small]) -> Outcome | None:
     """The outcome of the cells of these cases; None: proven, as a case is green and none is red."""
-    for _, of_size in groupby(cases, key=lambda each: (each.case.strategy.name, each.sizes)):
+    for _, of_size in groupby(cases, key=lambda e: (e.case.strategy.name, e.sizes, e.case.backend_options)):
         rows = [verify_case(pool, each.case, each.sizes, model_name=each.model) for each in of_size]
         if red := next((row for row in rows if row.status == "RED"), None):
             # of a traceback the last line

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.errors import UserError
+from spbench.bench.errors import UserError, listed
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, may_move, shown
 from spbench.bench.tools.jobs.job import (
     APPROXIMATED,
@@ -288,14 +288,9 @@ def _approximated(arguments: Iterable[Argument]) -> Iterator[str]:
         elif each.outcome == APPROXIMATED and colon and what.startswith(("may move", "does not move")):
             by_what.setdefault(what, []).append(short(str(each)))
     for detail, names in by_reason.items():
-        yield f"{APPROXIMATED}: {_listed(names)}: {detail}"
+        yield f"{APPROXIMATED}: {listed(names, MOST_NAMED)}: {detail}"
     for what, names in by_what.items():
-        yield f"{APPROXIMATED}, and {what}: {_listed(names)} (spbench import --explain says how)"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+        yield f"{APPROXIMATED}, and {what}: {listed(names, MOST_NAMED)} (spbench import --explain says how)"
 
 
 def scalar_of(text: str) -> Any:

@@ -66,7 +66,7 @@ def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mappi
     script: Contents = {}
     for file in files.files:
         if file.path.suffix == ".py" and (of_script or len(files.files) > 1):
-            script = training_script(file)
+            script = training_script(file, files.environment)
         else:
             contents.append((file, mapping_in(file) or {}))
     kinds = [_kind(content) for _, content in contents]

@@ -13,6 +13,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import resolved
 from spbench.bench.measure import Problem, expand
 from spbench.bench.setting_values import names_a_file
+from spbench.bench.yaml_files import nested
 from spbench.bench.yaml_text import comment, scalar
 
 #: the outcome of an argument that the scenario leaves out or replaces by something close
@@ -140,14 +141,7 @@ class Job:
         """The settings, nested as in a group of a scenario. UserError if the job has a :meth:`refusal`."""
         if refusal := self.refusal():
             raise UserError(f"{self.title}: {refusal}")
-        nested: dict[str, Any] = {}
-        for setting in self.settings:
-            *above, key = setting.path.split(".")
-            place = nested
-            for name in above:
-                place = place.setdefault(name, {})
-            place[key] = setting.value
-        return nested
+        return nested((setting.path, setting.value) for setting in self.settings)
 
     def cell(self) -> Cell:
         """The job as a cell. UserError if an argument is refused or unknown, or the settings cannot be

@@ -13,9 +13,8 @@ from spbench.bench.tools.jobs.argument_tables import ProgramArgument, argument_t
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
-from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
 from spbench.bench.tools.jobs.megatron_layers import length_of, pattern_of, set_schedule
-from spbench.bench.tools.jobs.megatron_model import model_name, set_model
+from spbench.bench.tools.jobs.megatron_model import CONTAINER, container_problems, model_name, set_model
 from spbench.bench.tools.jobs.rules import call
 from spbench.bench.tools.jobs.shell import Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in, words_in

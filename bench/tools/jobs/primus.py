@@ -18,10 +18,10 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_tab
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.megatron_inside import as_arguments, job_of_both
 from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.torchtitan import job_around
-from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
-from spbench.bench.yaml_files import read_yaml
+from spbench.bench.yaml_files import merge, read_yaml
 
 #: ${NAME:VALUE}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
@@ -169,8 +169,6 @@ def torchtitan_job(model: str, overrides: Mapping[str, Any], files: JobFiles, pr
     sections: dict[str, Any] = {"model": {"name": family, "flavor": flavor}}
     if name != plain:
         sections["model"]["converters"] = _CONVERTERS
-    for section, values in [*table.content["defaults"].items(), *overrides.items()]:
-        both = isinstance(values, Mapping) and isinstance(sections.get(section, {}), Mapping)
-        sections[section] = {**sections.get(section, {}), **values} if both else values
+    sections = merge(merge(sections, table.content["defaults"]), overrides)
     job = job_around("primus", table, sections, files)
     return replace(job, problems=[*problems, *job.problems])

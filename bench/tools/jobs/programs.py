@@ -4,6 +4,7 @@ signature of a job's files, their keys, the fields of a step that the keys say, 
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,18 +24,19 @@ from spbench.bench.tools.jobs.argument_tables import (
     table_content,
 )
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.launch import program_launch, values_of_launch
 from spbench.bench.tools.jobs.megatron_inside import job_by_megatron
+from spbench.bench.tools.jobs.python_values import assigned_once, constants, is_unknown, syntax_of, value_of
 from spbench.bench.tools.jobs.rules import Rule, follow, holds, said_of
 from spbench.bench.tools.jobs.step_lines import step_of
 from spbench.bench.tools.jobs.torchtitan import job_around
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.variables import variables
-from spbench.bench.yaml_files import parse_yaml
+from spbench.bench.yaml_files import merge, nested, parse_yaml
 
-#: ``${KEY.KEY}``, the value of another key, and a product of two numbers; and how deep such values may nest
-_NAMED, _PRODUCT = re.compile(r"\$\{([\w.]+)\}"), re.compile(r"\$\{mul:\s*(\d+),\s*(\d+)\}")
+#: ``${KEY.KEY}``, the value of another key; a product or sum of two numbers; and how deep values may nest
+_NAMED, _COMPUTED = re.compile(r"\$\{([\w.]+)\}"), re.compile(r"\$\{(mul|sum):\s*(\d+),\s*(\d+)\}")
 _MOST_NAMED = 5
 
 
@@ -48,11 +50,11 @@ def __getattr__(kind: str) -> Callable[[JobFiles], Job | None]:
 def read_by_table(kind: str, files: JobFiles) -> Job | None:
     """The job in these files by the table KIND.yaml; None if the files are of another program. UserError if a
     file is damaged, or a script has several commands that train."""
-    reads = _of_script if "launch" in table_content(kind) else _of_configuration
-    account = reads(kind, files)
+    content = table_content(kind)
+    by_section = {"launch": _of_script, "python": _of_python}
+    account = next((by_section[e] for e in by_section if e in content), _of_configuration)(kind, files)
     if account is None:
         return None
-    content = account.table.content
     if key := content.get("environment"):
         account.environment = {str(name): str(value) for name, value in (account.value(key) or {}).items()}
     account.facts["asked_gpus"] = files.gpus
@@ -124,24 +126,13 @@ def _whole(
     whole: dict[str, Any] = {}
     for name in [above] if isinstance(above, str) else above:
         path = folder / str(name)
-        whole = _over(whole, _whole(files, parse_yaml(path, read_file(path)), follows, path.parent))
-    return _over(whole, {key: value for key, value in content.items() if key != follows})
-
-
-def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings as one, in which the values of ``above`` count before those of ``below``."""
-    inner = {k: _over(below[k], v) for k, v in above.items() if _are_mappings(below.get(k), v)}
-    return {**below, **above, **inner}
-
-
-def _are_mappings(one: Any, other: Any) -> bool:
-    """Whether two values are both mappings."""
-    return isinstance(one, Mapping) and isinstance(other, Mapping)
+        whole = merge(whole, _whole(files, parse_yaml(path, read_file(path)), follows, path.parent))
+    return merge(whole, {key: value for key, value in content.items() if key != follows})
 
 
 def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
-    """A value in which what it names in ``whole`` replaces each ``${KEY.KEY}``, and a number ``${mul:N,N}``;
-    what is named nowhere stays."""
+    """A value in which what it names in ``whole`` replaces each ``${KEY.KEY}``, and a number ``${mul:N,N}``
+    or ``${sum:N,N}``; what is named nowhere stays."""
     if isinstance(value, Mapping):
         return {key: _resolved(each, whole, depth) for key, each in value.items()}
     if isinstance(value, list):
@@ -159,22 +150,17 @@ def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
     if alone := _NAMED.fullmatch(value):
         return named(alone)
     text = _NAMED.sub(lambda match: str(named(match)), value)
-    if product := _PRODUCT.fullmatch(text):
-        return int(product[1]) * int(product[2])
+    if computed := _COMPUTED.fullmatch(text):
+        numbers = int(computed[2]), int(computed[3])
+        return sum(numbers) if computed[1] == "sum" else math.prod(numbers)
     return text
 
 
 def _job_by_torchtitan(kind: str, files: JobFiles, own: Account, section: Mapping[str, Any]) -> Job:
     """The job of a program that trains by torchtitan, whose keys beside its own (``own``) are torchtitan's;
     ``section``: the key with the number of ``gpus``."""
-    sections: dict[str, Any] = {}
-    for name, given in own.given.items():
-        if name not in own.program_arguments:
-            *above, last = name.split(".")
-            inner = sections
-            for each in above:
-                inner = inner.setdefault(each, {})
-            inner[last] = given.value
+    others = ((name, given.value) for name, given in own.given.items() if name not in own.program_arguments)
+    sections = nested(others)
     gpus, key = own.chosen(*section["gpus"].split())
     own.took("how many GPUs there are", key)
     gpus = files.gpus or gpus
@@ -188,12 +174,60 @@ def _values_of(
     (the table's line ``inside``), and then from DeepSpeed's."""
     inside = content.get(table.content.get("inside", ""))
     if isinstance(inside, Mapping):
-        content = _over({k: v for k, v in content.items() if v is not inside}, inside)
+        content = merge({k: v for k, v in content.items() if v is not inside}, inside)
     yield from flat(content, table.arguments)
     for file in files.files:
         beside = mapping_in(file) or {}
         if "zero_optimization" in beside and "zero_optimization" not in content:
             yield from flat(beside, table.arguments, OF_DEEPSPEED)
+
+
+def _of_python(kind: str, files: JobFiles) -> Account | None:
+    """The account of the keywords of calls in a Python file, by the table's line ``python``; None if there is
+    no such file, or not the first of these calls."""
+    content, table = table_content(kind), program_table(kind)
+    scripts = [file for file in files.files if file.path.suffix == ".py"]
+    calls: Mapping[str, str] = content["python"]
+    if len(scripts) != 1 or not (said := _settings_of_calls(scripts[0], calls, files.environment)):
+        return None
+    kept = [(name, value) for name, value in said.items() if _counts(name, table)]
+    return (
+        key_account(table, kept, overrides=files.environment) if next(iter(calls.values())) in said else None
+    )
+
+
+def _settings_of_calls(
+    file: JobFile, calls: Mapping[str, str], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """The keywords of calls in a script, by names with dots: ``calls`` has a name by a pattern of the called
+    function, and the value of that name is the function. A keyword that is a call is such a name too; so is
+    an attribute that the script sets. UserError if the script is no Python."""
+    tree = syntax_of(file)
+    names, nodes = constants(tree, environment), assigned_once(tree)
+    settings: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+            settings |= _settings(node.value, ast.unparse(node.targets[0]), names, nodes)
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            for name in (name for pattern, name in calls.items() if re.fullmatch(pattern, called)):
+                settings |= _settings(node, name, names, nodes)
+    return settings
+
+
+def _settings(
+    node: ast.expr, name: str, names: Mapping[str, Any], nodes: Mapping[str, ast.expr]
+) -> Iterator[tuple[str, Any]]:
+    """Pairs of a dotted name and a value: of an expression, and of the keywords of a call in it."""
+    node = nodes.get(node.id, node) if isinstance(node, ast.Name) and node.id not in names else node
+    value = value_of(node, names)
+    if isinstance(node, ast.Call) and is_unknown(value):
+        yield name, ast.unparse(node.func)
+        for keyword in node.keywords:
+            yield from _settings(keyword.value, f"{name}.{keyword.arg}", names, nodes)
+    else:
+        plain = isinstance(node, ast.Attribute | ast.BinOp) and is_unknown(value)
+        yield name, ast.unparse(node) if plain else value
 
 
 def _of_script(kind: str, files: JobFiles) -> Account | None:

@@ -9,7 +9,9 @@ function returns. The file bridge.yaml has what the functions set with which rec
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,9 @@ _NO_TRAINER = ("ModelConfig", "DatasetMixtureConfig", "DatasetConfig")
 CONFIGURATION, _RECIPE = "Trainer.Config", "ConfigContainer"
 #: functions of Megatron-Bridge that make a configuration of the precision
 _PRECISIONS = ("bf16_mixed", "fp16_mixed")
+#: a variable of the environment that a script asks for, and functions of its text
+_VARIABLE = re.compile(r"os\.(?:environ(?:\.get)?|getenv)[(\[]'(\w+)'")
+_CASTS: Mapping[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
 #: statements that set no value of a configuration
 _SILENT = (ast.Assert, ast.Import, ast.ImportFrom, ast.Pass, ast.FunctionDef)
 _BRANCHES = (ast.If, ast.For, ast.While, ast.With, ast.Try)
@@ -56,12 +61,13 @@ def syntax_of(file: JobFile) -> ast.Module:
         raise file.wrong(f"no Python: {' '.join(str(error).split())[:150]}") from error
 
 
-def training_script(file: JobFile) -> dict[str, dict[str, Any]]:
+def training_script(file: JobFile, environment: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
     """The settings in a training script, as the files of accelerate ("accelerate") and of the Trainer
     ("trainer") have them, and the configurations of TRL that the script names ("classes"). A value that only
-    a run could tell becomes a text ``$(...)``. UserError if the script is no Python."""
+    a run could tell becomes a text ``$(...)``; ``environment`` has variables that the script may ask for.
+    UserError if the script is no Python."""
     tree = syntax_of(file)
-    names = dict(_constants(tree))
+    names = constants(tree, environment)
     classes = dict.fromkeys(_of_trl(tree), True)
     trainer: dict[str, Any] = {}
     parallel, loaded = dict[str, Any](), dict[str, Any]()
@@ -97,23 +103,43 @@ def _of_trl(tree: ast.Module) -> Iterator[str]:
         yield from (name for name in named if name.endswith("Config") and name not in _NO_TRAINER)
 
 
-def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Pairs of name and value for the names to which a script assigns one constant and nothing else."""
-    assigned: dict[str, list[ast.expr]] = {}
+def assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
+    """The expressions of the names to which a script assigns one expression and nothing else."""
+    nodes: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         for target in node.targets if isinstance(node, ast.Assign) else ():
             if isinstance(target, ast.Name):
-                assigned.setdefault(target.id, []).append(node.value)  # type: ignore[attr-defined]
-    for name, values in assigned.items():
-        if len(values) == 1 and isinstance(values[0], ast.Constant):
-            yield name, values[0].value
+                nodes.setdefault(target.id, []).append(node.value)  # type: ignore[attr-defined]
+    return {name: values[0] for name, values in nodes.items() if len(values) == 1}
+
+
+def constants(tree: ast.Module, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The values of the names to which a script assigns one plain value and nothing else; and the values of
+    variables of the ``environment``, whose names have a ``$`` before them."""
+    names: dict[str, Any] = {f"${name}": text for name, text in (environment or {}).items()}
+    for name, node in assigned_once(tree).items():
+        if not isinstance(value := value_of(node, names), dict | list) and not is_unknown(value):
+            names[name] = value
+    return names
 
 
 def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression: a literal, whole numbers multiplied, the value that ``names`` has of a
-    name, or a type of torch by its name; a text ``$(...)`` if only a run could tell the value."""
+    """The value of an expression: a literal, whole numbers multiplied or divided, the value of a name or
+    variable in ``names``, or a type of torch by its name; ``$(...)`` if only a run could tell the value."""
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
+    if isinstance(node, ast.Call | ast.Subscript) and (asked := _VARIABLE.match(ast.unparse(node))):
+        if f"${asked[1]}" in names:
+            return names[f"${asked[1]}"]
+        return (
+            value_of(node.args[1], names)
+            if isinstance(node, ast.Call) and node.args[1:]
+            else f"$({asked[1]})"
+        )
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") in _CASTS and len(node.args) == 1:
+        inner = value_of(node.args[0], names)
+        with suppress(ValueError, TypeError):
+            return inner if is_unknown(inner) else _CASTS[getattr(node.func, "id", "")](inner)
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
         keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
         return dict(zip(keys, (value_of(each, names) for each in node.values), strict=True))
@@ -121,10 +147,10 @@ def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
         return {each.arg or "**": value_of(each.value, names) for each in node.keywords}
     if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":
         return ast.unparse(node)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        factors = value_of(node.left, names), value_of(node.right, names)
-        if all(type(factor) is int and factor < 2**63 for factor in factors):
-            return factors[0] * factors[1]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.FloorDiv):
+        one, other = value_of(node.left, names), value_of(node.right, names)
+        if all(type(each) is int and 0 < each < 2**63 for each in (one, other)):
+            return one * other if isinstance(node.op, ast.Mult) else one // other
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -272,7 +298,7 @@ def recipe_of(file: JobFile) -> tuple[dict[str, Any], str, list[str]]:
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.returns]
     functions = {f.name: f for f in defined if f.returns and _RECIPE in ast.unparse(f.returns)}
     read = MakingFunctions(file, functions, table_content("bridge")["begun_with"])
-    names, model, keys = dict(_constants(tree)), "", dict[str, Any]()
+    names, model, keys = constants(tree), "", dict[str, Any]()
     for key, node in read.keys(chosen_function(file, functions)).items():
         line = f"line {node.lineno}: " if isinstance(node, ast.expr) else ""
         # the configuration of the precision sets keys of DDP
@@ -315,13 +341,3 @@ def keywords(file: JobFile, call: ast.Call) -> dict[str, ast.expr]:
     if call.args:
         raise file.wrong(f"line {call.lineno}: {ast.unparse(call.func)} has arguments without a keyword")
     return keywords
-
-
-def plain(file: JobFile, node: ast.expr) -> Any:
-    """The plain value of a node; UserError if only a run could tell the value."""
-    value = value_of(node, {})
-    if not is_unknown(value):
-        return value
-    text = ast.unparse(node)
-    shown = text if len(text) <= 40 else f"{text[:37]}..."
-    raise file.wrong(f"line {node.lineno}: {shown} is no plain value; write it out")

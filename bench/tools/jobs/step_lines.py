@@ -135,6 +135,16 @@ def _product(account: Account, line: Rule) -> Said:
     return Said(product, account.given_of(*line.get("from", line["product"]).split()), line.get("note", ""))
 
 
+def _quotient(account: Account, line: Rule) -> Said:
+    """The line ``quotient``: the value of the first key divided by those of the others; null if that is no
+    whole number."""
+    first, *others = (account.known(name) for name in line["quotient"].split())
+    by = math.prod(others) if all(isinstance(each, int) for each in others) else 0
+    whole = isinstance(first, int) and by > 0 and first % by == 0
+    names = [name for name in line["quotient"].split() if not name.startswith("$")]
+    return Said(first // by if whole else None, account.given_of(*names))
+
+
 def _sum(account: Account, line: Rule) -> Said:
     """The line ``sum``: the values of keys added up; null if one is no number."""
     names = line["sum"].split()
@@ -287,6 +297,7 @@ FUNCTIONS = {
     "precision": _precision,
     "product": _product,
     "sum": _sum,
+    "quotient": _quotient,
     "accumulation": _accumulation,
     "adapters": _adapters,
     "matched": _matched,

@@ -9,17 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.tools.jobs import torchtitan_models
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.rules import call
-from spbench.bench.tools.jobs.torchtitan_models import (
-    TorchtitanModel,
-    micro_batches,
-    registered,
-    set_pipeline,
-)
 from spbench.bench.yaml_files import read_yaml
 
 #: strategies and their options, by context_parallel_rotate_method
@@ -51,7 +46,7 @@ def _content_of(file: JobFile) -> Mapping[str, Any] | None:
     """The sections of a file; None if the file is neither a TOML with torchtitan's sections nor Python that
     makes a configuration. UserError if the file is damaged, or has values that are not plain."""
     if file.path.suffix == ".py":
-        return registered(file)
+        return torchtitan_models.registered(file)
     content = mapping_in(file) if file.path.suffix == ".toml" else None
     if content is None:
         return None
@@ -90,7 +85,7 @@ def account_of(account: Account) -> list[Argument]:
     return [each for each in account.arguments() if each.name in account.program_arguments]
 
 
-class TorchtitanJob(TorchtitanModel):
+class TorchtitanJob(torchtitan_models.TorchtitanModel):
     """The translation of one job of torchtitan.
 
     Args:
@@ -127,7 +122,7 @@ class TorchtitanJob(TorchtitanModel):
         shard_key = self.named("data_parallel_shard_degree")
         asked, others = account.value(shard_key), copies * tp * pp * cp
         self.stages = account.facts["stages"] = pp
-        set_pipeline(self, pp, keys[2])
+        torchtitan_models.set_pipeline(self, pp, keys[2])
         account.problems += self.files.machine_problems(others * asked if asked > 0 else None)
         ranks = others * asked if gpus is None and asked > 0 else gpus
         shards = 0 if ranks is None or ranks % others else ranks // others
@@ -182,7 +177,7 @@ class TorchtitanJob(TorchtitanModel):
         if local % length:
             account.problems.append(f"{local_name} {local} is no multiple of {length_name} {length}")
             return
-        parts, parts_name = micro_batches(self, local) if self.stages > 1 else (1, "")
+        parts, parts_name = torchtitan_models.micro_batches(self, local) if self.stages > 1 else (1, "")
         at_once = local * self.replicas * parts
         total = at_once if total < 0 else total
         if total == 0 or total % at_once:
@@ -224,7 +219,7 @@ class TorchtitanJob(TorchtitanModel):
         else:
             account.set("batch", total, total_name)
             account.took(f"batch: {total}", name)
-        parts, parts_name = micro_batches(self, local) if self.stages > 1 else (1, "")
+        parts, parts_name = torchtitan_models.micro_batches(self, local) if self.stages > 1 else (1, "")
         self._micro_batches(max(1, total // at_once), parts, total_name, name, parts_name)
         account.set("seq_len", account.count("training.seq_len"), "training.seq_len")
         account.map("training.mixed_precision_param")

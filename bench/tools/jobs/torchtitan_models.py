@@ -251,7 +251,7 @@ def registered(file: JobFile) -> dict[str, Any] | None:
         if section == "model_spec" and isinstance(node, ast.Call) and len(node.args) == 1:
             content["model"] |= dict(_of_model(file, node))
         elif key == "hf_assets_path":
-            content["model"][key] = python_values.plain(file, node)
+            content["model"][key] = _plain(file, node)
         elif key == "activation_checkpoint" and isinstance(node, ast.Constant) and node.value is None:
             content[key] = {"mode": "none"}
         elif dot:
@@ -260,7 +260,7 @@ def registered(file: JobFile) -> dict[str, Any] | None:
             kind = ast.unparse(node.func).partition(".")[0]
             _add_section(file, content, section, kind, python_values.keywords(file, node))
         else:
-            content[key] = python_values.plain(file, node)
+            content[key] = _plain(file, node)
     return content
 
 
@@ -279,14 +279,14 @@ def _makes(function: ast.FunctionDef) -> bool:
 
 
 def _of_model(file: JobFile, call: ast.Call) -> Iterator[tuple[str, Any]]:
-    yield "flavor", python_values.plain(file, call.args[0])
+    yield "flavor", _plain(file, call.args[0])
     for key, node in python_values.keywords(
         file, ast.Call(call.func, [], call.keywords, lineno=call.lineno)
     ).items():
         if key == "converters" and isinstance(node, ast.List):
             yield key, [ast.unparse(each).partition(".")[0] for each in node.elts]
         else:
-            yield key, python_values.plain(file, node)
+            yield key, _plain(file, node)
 
 
 def _add_section(
@@ -300,10 +300,20 @@ def _add_section(
         given = {key: node for key, node in given.items() if not key.startswith(("loss_fn", "global_"))}
     for key, node in given.items():
         if name not in _registry()["idle"] or not python_values.is_unknown(python_values.value_of(node, {})):
-            section[key] = python_values.plain(file, node)
+            section[key] = _plain(file, node)
     if inner and "dataset" in section:
         content.setdefault(above, {})["dataset"] = section.pop("dataset")
     place = content.setdefault(above, {})
     (place.setdefault(inner, {}) if inner else place).update(
         {**_registry()["classes"].get(kind, {}), **section}
     )
+
+
+def _plain(file: JobFile, node: ast.expr) -> Any:
+    """The plain value of a node; UserError if only a run could tell the value."""
+    value = python_values.value_of(node, {})
+    if not python_values.is_unknown(value):
+        return value
+    text = ast.unparse(node)
+    shown = text if len(text) <= 40 else f"{text[:37]}..."
+    raise file.wrong(f"line {node.lineno}: {shown} is no plain value; write it out")

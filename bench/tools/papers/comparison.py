@@ -1,5 +1,5 @@
 """A comparison of one published number or status with ours; pandas frames with a line for each comparison;
-and the CSV files of comparisons."""
+the CSV files of comparisons; and drawing the figures of a scenario's rows and of a paper's records."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from spbench.bench import measure
+from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_text, write_whole
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
+from spbench.impls import told
+from spbench.plots import FIGURES, NothingToDraw
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -283,3 +287,28 @@ def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     except (ValueError, csv.Error) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     return columns, rows
+
+
+def draw_figure(
+    scenario: measure.Scenario, ran: measure.RanScenario, comparisons: Sequence[Comparison], folder: Path
+) -> tuple[list[Path], bool]:
+    """Draw the scenario's figure; returns its files, and whether drawing failed."""
+    figure = scenario.document.figure
+    if figure is None or not ran.known:
+        return [], False
+    return draw(figure, [measure.with_band(row) for row in ran.known.values()], as_frame(comparisons), folder)
+
+
+def draw(
+    figure: str, rows: Sequence[Mapping[str, Any]], comparison: DataFrame, folder: Path
+) -> tuple[list[Path], bool]:
+    """Draw a figure; returns its files (none if there is no such figure), and whether drawing failed."""
+    if figure not in FIGURES:
+        return [], False
+    try:
+        return [Path(path) for path in FIGURES.load(figure)(rows, comparison, folder)], False
+    except NothingToDraw as error:
+        message(f"spbench: the figure {figure} was not drawn: {error}; the results are kept")
+    except (Exception, SystemExit) as error:
+        message(f"spbench: the figure {figure} could not be drawn: {told(error)}; the results are kept")
+    return [], True

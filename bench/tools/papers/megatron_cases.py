@@ -27,7 +27,7 @@ from spbench.bench.measure import RanScenario, Scenario
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.megatron import read
-from spbench.bench.tools.jobs.megatron_kernels import CONTAINER
+from spbench.bench.tools.jobs.megatron_model import CONTAINER
 from spbench.bench.tools.papers.answer import document_model
 from spbench.bench.tools.papers.comparison import write_csv
 from spbench.bench.tools.papers.sources import published_file

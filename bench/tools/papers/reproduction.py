@@ -18,8 +18,8 @@ from spbench.bench.measurement import filled
 from spbench.bench.row import finite
 from spbench.bench.tools.papers import comparison
 from spbench.bench.tools.papers.answer import set_beside
+from spbench.bench.tools.papers.comparison import draw, draw_figure
 from spbench.bench.tools.papers.document import write_documents
-from spbench.bench.tools.papers.draw_figures import draw, draw_figure
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.sources import Paper, one_of

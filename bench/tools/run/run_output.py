@@ -16,9 +16,9 @@ from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message
 from spbench.bench.command_line.shown_times import TIE, TIE_LEGEND, shown_band
+from spbench.bench.errors import listed
 from spbench.bench.row import FAULTS, Row, finite
-from spbench.bench.tools.papers.comparison import Comparison, frame_of
-from spbench.bench.tools.papers.draw_figures import draw_figure
+from spbench.bench.tools.papers.comparison import Comparison, draw_figure, frame_of
 from spbench.bench.tools.papers.paper_findings import comparison_table, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
 from spbench.bench.units import gib, mib, shown_share, three_digits
@@ -307,8 +307,7 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[
         keys = [row.key.split("/") for row in rows if row.status == status]
         named = list(dict.fromkeys(" ".join(parts[:3]) for parts in keys))  # model, strategy and mesh
         if named:
-            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-            yield f"{status}: {'; '.join(named[:_NAMED])}{more}"
+            yield f"{status}: {listed(named, _NAMED, '; ')}"
     yield from _tight(rows)
     counts = Counter(row.status for row in rows)
     cells = f"{len(rows)} cell{'' if len(rows) == 1 else 's'}"
@@ -325,5 +324,4 @@ def _tight(rows: Sequence[Row]) -> Iterator[str]:
     verdicts = ((_fits(row), "/".join(row.key.split("/")[:5])) for row in rows)
     tight = [(reason, cell) for (word, reason), cell in verdicts if word == measure.TIGHT]
     for reason, of in grouped(tight, lambda each: each[0]).items():
-        more = f" and {len(of) - _NAMED} more" if len(of) > _NAMED else ""
-        yield f"tight: {'; '.join(cell for _, cell in of[:_NAMED])}{more}: {reason}"
+        yield f"tight: {listed([cell for _, cell in of], _NAMED, '; ')}: {reason}"

@@ -129,6 +129,18 @@ def test_the_package_is_verified_where_its_code_is_not_that_which_was_green(
     assert {row.split()[-1] for row in asked} == {"green"}
 
 
+def test_options_for_more_replicas_than_a_small_case_has_are_left_out(
+    pool: RankPool, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "_package_is_proven", lambda: False)
+    options = {"distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
+    two = cell(
+        "tensor_parallel", sizes={"dp": 4, "tp": 2}, batch=4, training={"backend": "megatron", **options}
+    )
+    assert unproven([two], pool) == {}
+    assert {"unsupported", "green"} == {row.split()[-1] for row in asked}
+
+
 @pytest.mark.parametrize(("known", "proven"), [("this", True), ("another", False), ("cached", True)])
 def test_the_package_is_proven_for_the_code_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, proven: bool

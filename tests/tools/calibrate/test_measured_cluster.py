@@ -25,14 +25,14 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.sweep.sweep import digest
 from spbench.bench.measurement import Measurement
-from spbench.bench.tools.calibrate import closed_loop, compute_rates
-from spbench.bench.tools.calibrate.closed_loop import agreement, compared, figures, predicted
+from spbench.bench.tools.calibrate import compute_rates, ways
 from spbench.bench.tools.calibrate.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.fit import Fit, Known, chosen, fitted, profile, residuals, summary
 from spbench.bench.tools.calibrate.machine_report import cluster_yaml, sample_rows
 from spbench.bench.tools.calibrate.measured_cluster import _on_rank, cluster_of
 from spbench.bench.tools.calibrate.operator_times import OPERATOR
+from spbench.bench.tools.calibrate.ways import agreement, compared, figures, predicted
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.selector import PublishedRow
 from tests.grid import tabled
@@ -241,9 +241,9 @@ def test_cells_are_measured_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         order.append(cell.batch)
         return Measurement(step_time_samples_s=[float(len(order))])
 
-    monkeypatch.setattr(closed_loop, "run_cell", measure)
+    monkeypatch.setattr(ways.measure, "run_cell", measure)
     cells = [SMALL.model_copy(update={"batch": n}) for n in (1, 2)]
-    assert closed_loop.measured_samples(cells) == [[1.0, 3.0], [2.0, 4.0]]
+    assert ways.measured_samples(cells) == [[1.0, 3.0], [2.0, 4.0]]
     assert order == [1, 2, 1, 2]
 
 

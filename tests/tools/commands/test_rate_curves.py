@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.measure.clusters.cluster import Cluster
-from spbench.bench.tools.run.rate_curves import MESSAGES, attention_curves, link_curves, product_curves
+from spbench.bench.tools.run.list_command import MESSAGES, attention_curves, link_curves, product_curves
 from tests.measure.simulator.step_programs import cluster
 from tests.measure.simulator.test_card_rates import figure
 

@@ -7,7 +7,7 @@ import pytest
 from pandas import DataFrame
 
 from spbench.bench.git import git
-from spbench.bench.tools.papers.draw_figures import draw
+from spbench.bench.tools.papers.comparison import draw
 from tests.grid import tabled
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import PUBLISHED, SMALL, TABLE, refuses, spbench
