@@ -104,6 +104,9 @@ def _build_by_name(megatron: Account, own: Account, line: str, of_job: Collectio
     sizes = [s for s in megatron.settings if s.path.startswith("model_options.") and s.path not in kept]
     megatron.settings = [s for s in megatron.settings if s.path != "model" and s not in sizes]
     own.set("model", _named(name).model, *own.given_of(key))
+    lost = [s.path.partition(".")[2] for s in sizes if s.source.partition(":")[0] in of_job]
+    own.remarks += [f"options that the model has of its own, not the job's: {', '.join(lost)}"] * bool(lost)
+    own.problems += ["mtp_num_layers: predicted tokens of this family: not modelled"] * ("mtp_layers" in lost)
     because = may_move("memory and time", "built as transformers has it, and laid out as Megatron-Core does")
     own.approximate(f"Megatron-Core's build of this family: {because}", key)
     own.strictly.setdefault(key, "Megatron-Core's build of this family")
