@@ -47,7 +47,9 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
             own.took(f"{key}: {said.value}", *said.names)
     named = {n: _argument_of(n, content) for n in values if n not in table.arguments}
     of_job = {named[name]: values[name] for name in named}
-    of_job |= {n: scalar_of(text) for n, text in files.environment.items() if _is_of_megatron(n)}
+    known_there = argument_table("megatron").arguments
+    given = {name.lstrip("-"): scalar_of(text) for name, text in files.environment.items()}
+    of_job |= {n: each for n, each in given.items() if f"--{n.replace('_', '-')}" in known_there}
     known |= of_job
     sources |= {key: f"{key}: {value}" for key, value in of_job.items()}
     if known.get("recompute_granularity") == "none":
@@ -74,10 +76,6 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
     own.table = replace(table, content={**table.content, "trains": "megatron"})
     own.problems[:0] = problems
     return job_of_both(kind, files, gpus, values, megatron, own, named)
-
-
-def _is_of_megatron(name: str) -> bool:
-    return f"--{name.lstrip('-').replace('_', '-')}" in argument_table("megatron").arguments
 
 
 def _argument_of(name: str, content: Mapping[str, Any]) -> str:
