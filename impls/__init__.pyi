@@ -52,7 +52,6 @@ from spbench.impls.folding import folds as folds
 from spbench.impls.folding import given_folds as given_folds
 from spbench.impls.folding import stage_ranks as stage_ranks
 from spbench.impls.folding import world_ranks as world_ranks
-from spbench.impls.host_work import noting_host_work as noting_host_work
 from spbench.impls.kernels import linear_attention_triton as linear_attention_triton
 from spbench.impls.kernels import permutation as permutation
 from spbench.impls.kernels.attention_buffers import WITH_BUFFERS as WITH_BUFFERS
@@ -119,6 +118,10 @@ from spbench.impls.models.huggingface.published import published_model as publis
 from spbench.impls.models.huggingface.published import published_models as published_models
 from spbench.impls.models.model import Model as Model
 from spbench.impls.models.model import ModelPart as ModelPart
+from spbench.impls.observed_work import ALL_LOWER as ALL_LOWER
+from spbench.impls.observed_work import EVERYONE as EVERYONE
+from spbench.impls.observed_work import noting_host_work as noting_host_work
+from spbench.impls.observed_work import noting_work as noting_work
 from spbench.impls.options import LARGEST as LARGEST
 from spbench.impls.options import LARGEST_OF as LARGEST_OF
 from spbench.impls.options import Options as Options
@@ -160,6 +163,3 @@ from spbench.impls.training.turns import Action as Action
 from spbench.impls.training.turns import Ahead as Ahead
 from spbench.impls.training.turns import Turn as Turn
 from spbench.impls.training.turns import Turns as Turns
-from spbench.impls.unlike_work import ALL_LOWER as ALL_LOWER
-from spbench.impls.unlike_work import EVERYONE as EVERYONE
-from spbench.impls.unlike_work import noting_work as noting_work

@@ -14,13 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from spbench.impls.folding import (
-    EXPERT_AXES,
-    FOLDED_AXES,
-    folded_sizes,
-    folds,
-    given_folds,
-)
+from spbench.impls import folding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,11 +61,11 @@ def whole_mesh(sizes: Sizes) -> dict[str, int]:
         ValueError: there is no such axis, or a size is not positive.
     """
     for axis, size in sizes.items():
-        if (axis not in MESH_AXES and axis not in FOLDED_AXES) or size < 1:
+        if (axis not in MESH_AXES and axis not in folding.FOLDED_AXES) or size < 1:
             raise ValueError(
                 f"axis {axis!r} of {size} ranks: the axes are {', '.join(MESH_AXES)}, each 1 or more"
             )
-    of_mesh = {axis: size for axis, size in sizes.items() if axis not in FOLDED_AXES}
+    of_mesh = {axis: size for axis, size in sizes.items() if axis not in folding.FOLDED_AXES}
     return {**of_mesh, **{axis: 1 for axis in MESH_AXES if axis not in sizes}}
 
 
@@ -94,17 +88,19 @@ def in_order(sizes: Sizes, order: Sequence[str]) -> dict[str, int]:
     """
     check_axis_names(order)
     for axis, size in sizes.items():
-        if size > 1 and axis not in order and axis not in FOLDED_AXES:
+        if size > 1 and axis not in order and axis not in folding.FOLDED_AXES:
             raise ValueError(f"leaves out the axis {axis}, which has {size} ranks; add it")
-    return {**whole_mesh({axis: sizes.get(axis, 1) for axis in order}), **given_folds(sizes)}
+    return {**whole_mesh({axis: sizes.get(axis, 1) for axis in order}), **folding.given_folds(sizes)}
 
 
 def spelled(sizes: Sizes) -> str:
     """The text of the axes with more than one rank, in the order of ``sizes``, as "dp2xsp8"; "1" if there is
     no such axis. Folded axes follow, as "dp2xsp8·ep16"."""
     several = {axis: f"{axis}{size}" for axis, size in sizes.items() if size > 1}
-    mesh = "x".join(text for axis, text in several.items() if axis not in FOLDED_AXES) or "1"
-    return "·".join(filter(None, [mesh, "x".join(several[axis] for axis in FOLDED_AXES if axis in several)]))
+    mesh = "x".join(text for axis, text in several.items() if axis not in folding.FOLDED_AXES) or "1"
+    return "·".join(
+        filter(None, [mesh, "x".join(several[axis] for axis in folding.FOLDED_AXES if axis in several)])
+    )
 
 
 def device_mesh(sizes: Sizes, device: str = "cpu") -> DeviceMesh:
@@ -132,7 +128,7 @@ def device_mesh(sizes: Sizes, device: str = "cpu") -> DeviceMesh:
 
 def ranks_along(axes: Sequence[str], sizes: Sizes) -> int:
     """The number of ranks of these axes together, which are all of the mesh or all folded; 1 without axes."""
-    of = folded_sizes(sizes) if folds(axes) else sizes
+    of = folding.folded_sizes(sizes) if folding.folds(axes) else sizes
     return math.prod(of.get(axis, 1) for axis in axes)
 
 
@@ -144,12 +140,12 @@ def union(axes: Iterable[str], others: Iterable[str]) -> tuple[str, ...]:
 def group_name(axes: Sequence[str], sizes: Sizes) -> str:
     """The name of the group of ranks along these axes, in meters and closed forms: the axes with more than
     one rank, in the order of MESH_AXES or of EXPERT_AXES, as "dp_sp"."""
-    order = EXPERT_AXES if folds(axes) else MESH_AXES
+    order = folding.EXPERT_AXES if folding.folds(axes) else MESH_AXES
     return "_".join(axis for axis in order if axis in axes and ranks_along([axis], sizes) > 1)
 
 
 def unused_axes(axes: Sequence[str], sizes: Sizes) -> list[str]:
     """The axes with more than one rank that neither a strategy of these ``axes`` nor the replicas and
     pipeline stages around the strategy use."""
-    around = *axes, *COMPOSED_AXES, *FOLDED_AXES
+    around = *axes, *COMPOSED_AXES, *folding.FOLDED_AXES
     return [axis for axis, size in sizes.items() if size > 1 and axis not in around]

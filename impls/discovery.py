@@ -26,7 +26,7 @@ from spbench.impls.loose_files import raised
 T = TypeVar("T")
 
 #: the advice of an error if a peer's package is missing
-INSTALL = "install the extra peers: pip install 'spbench[peers]'"
+INSTALL = "install the extra peers: pip install -c constraints.txt -e '.[peers]'"
 
 #: prefix of the groups of entry points in which other distributions offer strategies, models, ...
 PLUGIN_GROUPS = "spbench."

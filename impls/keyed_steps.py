@@ -9,10 +9,12 @@ a trace (:mod:`measure.trace.repeated_steps`) can run a few steps and derive the
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from torch import Tensor
+
+from spbench.impls.observed_work import set_to
 
 Key = Callable[[int], Hashable]
 #: a function from the number of steps, their keys, whether their backward is within the loop, and the list of
@@ -39,12 +41,7 @@ def keyed_steps(
     return range(size) if choice is None else choice(size, key, backward_within, [] if kept is None else kept)
 
 
-@contextmanager
-def choosing_steps(choice: StepChoice) -> Iterator[None]:
+def choosing_steps(choice: StepChoice) -> AbstractContextManager[None]:
     """A context in which ``choice`` selects the steps that loops of this thread run. ``choice`` must select
     at least one step of each key, and the steps that it leaves out must not change what is measured."""
-    token = _choice.set(choice)
-    try:
-        yield
-    finally:
-        _choice.reset(token)
+    return set_to(_choice, choice)

@@ -12,15 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from spbench.impls import folding
 from spbench.impls.axes import MESH_AXES, Sizes, group_name, ranks_along, whole_mesh
-from spbench.impls.folding import (
-    EXPERT_AXES,
-    FOLDED_AXES,
-    folded_place,
-    folds,
-    given_folds,
-    members,
-)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -65,7 +58,9 @@ class Place:
         coordinates = mesh.get_coordinate()
         assert coordinates is not None, "this process is not on the mesh"
         of_mesh = dict(zip(names, mesh.shape, strict=True))
-        return cls(of_mesh | given_folds(sizes or {}), dict(zip(names, coordinates, strict=True)), mesh)
+        return cls(
+            of_mesh | folding.given_folds(sizes or {}), dict(zip(names, coordinates, strict=True)), mesh
+        )
 
     @classmethod
     def of_rank(cls, sizes: Sizes, rank: int) -> Place:
@@ -82,10 +77,10 @@ class Place:
     def rank(self, *axes: str) -> int:
         """The number of this rank among the ranks that differ from it only along these axes: its rank in
         their :meth:`group`, whose ranks are in the order of the mesh, not of ``axes``."""
-        folded = folds(axes)
-        coordinates = folded_place(self.stage_rank, self.sizes) if folded else self.coordinates
+        folded = folding.folds(axes)
+        coordinates = folding.folded_place(self.stage_rank, self.sizes) if folded else self.coordinates
         number = 0
-        for axis in EXPERT_AXES if folded else self.sizes:
+        for axis in folding.EXPERT_AXES if folded else self.sizes:
             if axis in axes:
                 number = number * self.size(axis) + coordinates.get(axis, 0)
         return number
@@ -93,17 +88,19 @@ class Place:
     @property
     def stage_rank(self) -> int:
         """The number of this rank among the ranks of its pipeline stage."""
-        return self.rank(*(axis for axis in self.sizes if axis not in ("pp", *FOLDED_AXES)))
+        return self.rank(*(axis for axis in self.sizes if axis not in ("pp", *folding.FOLDED_AXES)))
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
         """The axes over which a pipeline stage has several ranks."""
-        return tuple(axis for axis in self.sizes if axis not in ("pp", *FOLDED_AXES) and self.size(axis) > 1)
+        return tuple(
+            axis for axis in self.sizes if axis not in ("pp", *folding.FOLDED_AXES) and self.size(axis) > 1
+        )
 
     @property
     def global_rank(self) -> int:
         """The number of this rank among all ranks of the mesh."""
-        return self.rank(*(axis for axis in self.sizes if axis not in FOLDED_AXES))
+        return self.rank(*(axis for axis in self.sizes if axis not in folding.FOLDED_AXES))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group of the ranks that differ from this rank only along these axes; None if this is
@@ -113,7 +110,7 @@ class Place:
         several = [axis for axis in axes if self.size(axis) > 1]
         if self.mesh is None or not several:
             return None
-        if folds(several):
+        if folding.folds(several):
             return self._folded_group(several)
         if len(several) == 1:
             return self.mesh.get_group(several[0])
@@ -150,18 +147,18 @@ class Place:
         return self._new_group(ranks, axes)
 
     def _folded_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
-        key = (tuple(axis for axis in EXPERT_AXES if axis in axes), self.size(*axes), False)
+        key = (tuple(axis for axis in folding.EXPERT_AXES if axis in axes), self.size(*axes), False)
         if key not in self.subgroups:
             self.subgroups[key] = self._new_group(self.members(*axes), axes)
         return self.subgroups[key]
 
     def members(self, *axes: str) -> list[int]:
         """The global ranks of :meth:`group`, in its order; only this rank if there is no group."""
-        if not folds(axes):
+        if not folding.folds(axes):
             others = [axis for axis in self.sizes if axis not in axes]
             return [*global_ranks(self.sizes, {axis: [self.coordinates.get(axis, 0)] for axis in others})]
         stage = [*global_ranks(self.sizes, {"pp": [self.coordinates.get("pp", 0)]})]
-        return [stage[number] for number in members(self.stage_rank, axes, self.sizes)]
+        return [stage[number] for number in folding.members(self.stage_rank, axes, self.sizes)]
 
     def _new_group(self, ranks: list[int], axes: Sequence[str]) -> dist.ProcessGroup:
         import torch.distributed as dist
@@ -188,7 +185,7 @@ class Place:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.utils._python_dispatch import _disable_current_modes
 
-        group = self.group(*axes) if folds(axes) else None
+        group = self.group(*axes) if folding.folds(axes) else None
         several = [axis for axis in self.sizes if axis in axes and self.size(axis) > 1]
         # a device mesh keeps its ranks in real tensors on the CPU; inside a fake or metering mode these would
         # be made fake, or counted as part of the step

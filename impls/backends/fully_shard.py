@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from spbench.impls.backends import sharded_stages
 from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
 from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.host_adam import HostAdam, HostShards, move_to_host
@@ -29,26 +30,11 @@ from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.backends.sharded_stages import (
-    SHARDS,
-    cut_dim,
-    cut_shape,
-    held_rows,
-    in_groups,
-    keep_for_later,
-    made_matrices,
-    mesh_info,
-    own_part,
-    sharded_traffic,
-    sum_in_backward,
-    sum_kept,
-    whole_shapes,
-)
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.composition import chunks_of, summed_axes
-from spbench.impls.host_work import host_works
 from spbench.impls.kernels.packed_weights import scales_in
 from spbench.impls.layout import Unsupported
+from spbench.impls.observed_work import host_works
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:  # torch's FSDP takes half a second to import, so it is imported where it is used
@@ -135,11 +121,11 @@ class FullySharded(Backend):
         parameters = dict(self.module.named_parameters())
         self.sharded: dict[str, Tensor] = {name: parameters[name] for name in names}
         # the optimizer works element by element, so on each rank's own part without the rest of a DTensor
-        self.weights = {name: own_part(p).detach() for name, p in self.sharded.items()}
-        self.frozen_weights = {name: own_part(parameters[name]).detach() for name in frozen}
+        self.weights = {name: sharded_stages.own_part(p).detach() for name, p in self.sharded.items()}
+        self.frozen_weights = {name: sharded_stages.own_part(parameters[name]).detach() for name in frozen}
         if kib := self.options.gradient_buffer_kib:
             self.gradient_buffer = torch.empty(kib * 2**10, dtype=torch.uint8, device=device)
-        groups = [mesh.get_group(SHARDS) for mesh in self.meshes.values()]
+        groups = [mesh.get_group(sharded_stages.SHARDS) for mesh in self.meshes.values()]
         weights = list(self.weights.values())
         self.host = self._host_optimizer(weights, torch.empty(0, device=device), groups)
         # the shards are the masters
@@ -152,7 +138,7 @@ class FullySharded(Backend):
         return (
             whole
             if sharing == whole.size()
-            else in_groups(self.around.place, summed_axes(axes), whole, sharing)
+            else sharded_stages.in_groups(self.around.place, summed_axes(axes), whole, sharing)
         )
 
     def _stands_apart(self, name: str) -> bool:
@@ -223,7 +209,9 @@ class FullySharded(Backend):
 
         units = units_of(stage, self.options)
         axes_of = self.strategy.partial_axes
-        shapes = made_matrices(stage, lambda p: self.meshes[axes_of(p)].size(SHARDS))
+        shapes = sharded_stages.made_matrices(
+            stage, lambda p: self.meshes[axes_of(p)].size(sharded_stages.SHARDS)
+        )
         for unit in [*units, stage]:
             own = [p for p in unit.parameters() if p not in self.apart and not isinstance(p, DTensor)]
             _count_hooks(unit, len(own), any(mesh.size() > 1 for mesh in self.meshes.values()))
@@ -240,7 +228,7 @@ class FullySharded(Backend):
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)
-            whole_shapes(unit, shapes)
+            sharded_stages.whole_shapes(unit, shapes)
         embedding = getattr(stage, "embedding", None)
         self._prefetch([unit for unit in units if unit is not embedding], stage)  # type: ignore[misc, arg-type]
 
@@ -262,10 +250,10 @@ class FullySharded(Backend):
         from torch.distributed.tensor import Shard
 
         mesh = self.meshes[self.strategy.partial_axes(parameter)]
-        group, size = mesh.get_group(SHARDS), mesh.size(SHARDS)
+        group, size = mesh.get_group(sharded_stages.SHARDS), mesh.size(sharded_stages.SHARDS)
         if group not in self.infos:  # torch knows a group by the object that describes it
-            self.infos[group] = mesh_info(mesh)
-        return ShardPlacementResult(Shard(cut_dim(parameter.shape, size)), self.infos[group])
+            self.infos[group] = sharded_stages.mesh_info(mesh)
+        return ShardPlacementResult(Shard(sharded_stages.cut_dim(parameter.shape, size)), self.infos[group])
 
     def zero(self) -> None:
         for p in self.sharded.values():
@@ -274,7 +262,7 @@ class FullySharded(Backend):
             self.last, self.missing = False, {*self.numbers.values()}
         for stage in chunks_of(self.module):  # which fully_shard has made FSDPModules
             if self.staged or self.options.reduce_at == "kept":
-                keep_for_later(stage)  # type: ignore[arg-type]
+                sharded_stages.keep_for_later(stage)  # type: ignore[arg-type]
             elif self.options.reduce_at == "last":
                 stage.set_requires_gradient_sync(False)  # type: ignore[operator]
 
@@ -286,11 +274,11 @@ class FullySharded(Backend):
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.last = True
         if not self.staged and self.options.reduce_at != "each":
-            sum_in_backward(stage)  # type: ignore[arg-type]
+            sharded_stages.sum_in_backward(stage)  # type: ignore[arg-type]
 
     def end_last_backward(self, stage: nn.Module) -> None:
         if self.staged:
-            sum_kept(stage)  # type: ignore[arg-type]  # as in zero
+            sharded_stages.sum_kept(stage)  # type: ignore[arg-type]  # as in zero
 
     def synchronize(self) -> None:
         if self.host is not None:
@@ -299,7 +287,7 @@ class FullySharded(Backend):
         self.around.add_tied(self.module, lambda weight: weight.grad.to_local())  # type: ignore[union-attr]
         for name, p in self.sharded.items():  # reduce-scattered in backward
             assert p.grad is not None
-            self.weights[name].grad = own_part(p.grad)
+            self.weights[name].grad = sharded_stages.own_part(p.grad)
 
     def step(self) -> None:
         super().step()
@@ -318,7 +306,9 @@ class FullySharded(Backend):
         if self.host is not None:
             return {n: self._part(n, self.host.gradient(i)) for i, n in enumerate(self.sharded)}
         return {
-            name: self._part(name, own_part(p.grad)) for name, p in self.sharded.items() if p.grad is not None
+            name: self._part(name, sharded_stages.own_part(p.grad))
+            for name, p in self.sharded.items()
+            if p.grad is not None
         }
 
     def weight_parts(self) -> dict[str, HeldPart]:
@@ -330,11 +320,11 @@ class FullySharded(Backend):
 
     def _part(self, name: str, local: Tensor) -> HeldPart:
         mesh, shape = self.meshes[self.axes[name]], self.shapes[name]
-        size = mesh.size(SHARDS)
-        first, _ = held_rows(shape, size, mesh.get_local_rank(SHARDS))
-        if cut_shape(shape, size) != shape:
+        size = mesh.size(sharded_stages.SHARDS)
+        first, _ = sharded_stages.held_rows(shape, size, mesh.get_local_rank(sharded_stages.SHARDS))
+        if sharded_stages.cut_shape(shape, size) != shape:
             return HeldPart(local.flatten(), first * shape[-1])
-        return HeldPart(local, first, cut_dim(shape, size))
+        return HeldPart(local, first, sharded_stages.cut_dim(shape, size))
 
     @classmethod
     def tied_bytes(cls, step: PlannedStep, elements: int) -> int:
@@ -344,15 +334,17 @@ class FullySharded(Backend):
         assert weight is not None
         axes = summed_axes(step.strategy.partial_axes(weight))
         size = options.sharing(place.size(*axes))
-        _, rows = held_rows(weight.shape, size, place.rank(*axes) % size)
+        _, rows = sharded_stages.held_rows(weight.shape, size, place.rank(*axes) % size)
         wide = step.precision.master and options.state_dtype == "fp32" and not options.masters_on_host
         width = 4 if wide else step.precision.parameters.itemsize
-        return elements // weight.shape[cut_dim(weight.shape, size)] * rows * width
+        return elements // weight.shape[sharded_stages.cut_dim(weight.shape, size)] * rows * width
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         assert isinstance(step.options, ShardingOptions)
-        return sharded_traffic(step, cls.gradient_dtype(step.precision, step.options), cls.reshards)
+        return sharded_stages.sharded_traffic(
+            step, cls.gradient_dtype(step.precision, step.options), cls.reshards
+        )
 
 
 class KeptAfterForward(FullySharded):

@@ -27,16 +27,7 @@ from torch.distributed import ReduceOp
 
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.collectives import all_reduce
-from spbench.impls.kernels.host_copies import (
-    host_adamw_,
-    host_add_,
-    host_empty_like,
-    host_unscale_,
-    host_zeros,
-    pageable_zeros,
-    to_device_,
-    to_host_,
-)
+from spbench.impls.kernels import host_copies
 from spbench.impls.rings import wait_for_device
 
 if TYPE_CHECKING:
@@ -71,7 +62,9 @@ class HostAdam(Optimizer):
         )
         self.device = device.new_empty(0)
         if precision.loss_scale:
-            self._found_inf, self._scale = (host_zeros(device, [], torch.float32) for _ in range(2))
+            self._found_inf, self._scale = (
+                host_copies.host_zeros(device, [], torch.float32) for _ in range(2)
+            )
         if with_moments:
             self._make_moments()
 
@@ -79,11 +72,11 @@ class HostAdam(Optimizer):
         for master in self.masters:
             if master not in self.adam.state:
                 moments = {
-                    name: pageable_zeros(self.device, master.shape, master.dtype)
+                    name: host_copies.pageable_zeros(self.device, master.shape, master.dtype)
                     for name in ("exp_avg", "exp_avg_sq")
                 }
                 self.adam.state[master] = {
-                    "step": pageable_zeros(self.device, [], torch.float32),
+                    "step": host_copies.pageable_zeros(self.device, [], torch.float32),
                     **moments,
                 }
 
@@ -106,7 +99,7 @@ class HostAdam(Optimizer):
         if not self.masters:
             return
         if self.precision.loss_scale:
-            to_host_(self._scale, self.scale)
+            host_copies.to_host_(self._scale, self.scale)
         self.wait()
         if self.precision.loss_scale:
             self._unscale()
@@ -115,7 +108,7 @@ class HostAdam(Optimizer):
             state, (group,) = self.adam.state[master], self.adam.param_groups
             assert master.grad is not None
             self.arrived(number)
-            host_adamw_(
+            host_copies.host_adamw_(
                 [master],
                 [master.grad],
                 [state["exp_avg"]],
@@ -143,12 +136,12 @@ class HostAdam(Optimizer):
 
     def _unscale(self) -> None:
         gradients = [master.grad for master in self.masters if master.grad is not None]
-        host_unscale_(gradients, self._found_inf, self._scale)
+        host_copies.host_unscale_(gradients, self._found_inf, self._scale)
         overflow = torch.empty_like(self.scale)
-        to_device_(overflow, self._found_inf)
+        host_copies.to_device_(overflow, self._found_inf)
         for group in self.overflow_groups:
             all_reduce(overflow, group, ReduceOp.MAX)
-        to_host_(self._found_inf, overflow)
+        host_copies.to_host_(self._found_inf, overflow)
         torch._amp_update_scale_(self.scale, self.since_growth, overflow, 2.0, 0.5, 1000)
         wait_for_device(self.device)
 
@@ -173,9 +166,9 @@ def move_to_host(module: nn.Module, device: str) -> None:
 
 def _move(sharded: FSDPParam, on_device: Tensor) -> None:
     before = sharded._sharded_param_data
-    padded = host_zeros(on_device, sharded.padded_sharded_param_size, before.dtype)
+    padded = host_copies.host_zeros(on_device, sharded.padded_sharded_param_size, before.dtype)
     if before.device.type != "meta":
-        to_host_(padded.view(-1), before)
+        host_copies.to_host_(padded.view(-1), before)
     sharded.__class__ = _host_param()
     sharded._sharded_param_data = padded.view(-1)
     dim = sharded.fsdp_placement.dim
@@ -204,7 +197,7 @@ def _host_param() -> Any:
         def all_gather_inputs(self) -> list[Tensor]:
             shard = self._sharded_param_data
             x = torch.empty(shard.shape, dtype=shard.dtype, device=self.device)
-            to_device_(x, shard)
+            host_copies.to_device_(x, shard)
             return [x.to(self.gathered_dtype)]
 
     return HostParam
@@ -220,14 +213,14 @@ class HostShards(HostAdam):
     @torch.no_grad()
     def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
         """Copy a gradient to the host, and add it there to the sum of the earlier micro-batches."""
-        there = host_empty_like(gradient)
-        to_host_(there, gradient)
+        there = host_copies.host_empty_like(gradient)
+        host_copies.to_host_(there, gradient)
         before = self.masters[number].grad
         if before is None:
             self.masters[number].grad = there
         else:
             wait_for_device(gradient)
-            host_add_(before, there)
+            host_copies.host_add_(before, there)
 
     def gradient(self, number: int) -> Tensor:
         gradient = self.masters[number].grad

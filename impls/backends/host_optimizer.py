@@ -20,17 +20,8 @@ from torch import Tensor
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import HostLayout
+from spbench.impls.kernels import host_copies
 from spbench.impls.kernels.copy_stream import CopyStream
-from spbench.impls.kernels.host_copies import (
-    from_pageable_,
-    host_copy_,
-    host_empty_like,
-    host_zeros,
-    pageable_zeros,
-    to_device_,
-    to_host_,
-    to_pageable_,
-)
 from spbench.impls.rings import wait_for_device
 
 
@@ -46,9 +37,9 @@ class _Run:
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype, layout: HostLayout):
         self.weights, device = weights, weights[0]
         elements = sum(w.numel() for w in weights)
-        make = host_zeros if layout.pinned_masters else pageable_zeros
+        make = host_copies.host_zeros if layout.pinned_masters else host_copies.pageable_zeros
         self.master = make(device, [elements], dtype)
-        make = host_zeros if layout.pinned_gradients else pageable_zeros
+        make = host_copies.host_zeros if layout.pinned_gradients else host_copies.pageable_zeros
         self.gradient = make(device, [elements], dtype)
         self.master.grad = self.gradient
         self.buffer = None
@@ -103,12 +94,12 @@ class HostOptimizer(HostAdam):
         for run in self.runs:
             for at, (weight, master) in enumerate(zip(run.weights, run.masters, strict=True)):
                 if weight.dtype == master.dtype:
-                    to_host_(master, weight)
+                    host_copies.to_host_(master, weight)
                     continue
-                there = run.buffers[at] if run.buffers else host_empty_like(weight)
-                to_host_(there, weight)
+                there = run.buffers[at] if run.buffers else host_copies.host_empty_like(weight)
+                host_copies.to_host_(there, weight)
                 wait_for_device(weight)
-                host_copy_(master, there)
+                host_copies.host_copy_(master, there)
 
     @torch.no_grad()
     def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
@@ -134,9 +125,9 @@ class HostOptimizer(HostAdam):
         """Copy x to ``host`` or, without ``to_host``, ``host`` to x. If the memory is not pinned, the host
         waits, and starts no work on the device meanwhile."""
         if self.layout.pinned_gradients:
-            to_host_(host, x) if to_host else to_device_(x, host)
+            host_copies.to_host_(host, x) if to_host else host_copies.to_device_(x, host)
             return
-        to_pageable_(host, x) if to_host else from_pageable_(x, host)
+        host_copies.to_pageable_(host, x) if to_host else host_copies.from_pageable_(x, host)
         self._computing.wait_stream(torch.get_device_module(x.device).current_stream())
         wait_for_device(x)
 
@@ -191,19 +182,21 @@ class HostOptimizer(HostAdam):
         updated, narrow = run.master, run.weights[0].dtype
         if updated.dtype != narrow and self.layout.rounds != "device":
             pinned = run.buffer if self.layout.rounds == "pinned" else None
-            rounded = pageable_zeros(self.device, updated.shape, narrow) if pinned is None else pinned
-            host_copy_(rounded, updated)
+            rounded = (
+                host_copies.pageable_zeros(self.device, updated.shape, narrow) if pinned is None else pinned
+            )
+            host_copies.host_copy_(rounded, updated)
             updated = rounded
         back = [*zip(run.weights, run.views(updated), strict=True)]
         with self._copying(1):
             for weight, there in back:
                 if self.layout.rounds == "pageable" and updated is not run.master:
-                    from_pageable_(weight, there)
+                    host_copies.from_pageable_(weight, there)
                 elif weight.dtype == there.dtype:
-                    to_device_(weight, there)
+                    host_copies.to_device_(weight, there)
                 else:
                     wide = torch.empty_like(weight, dtype=there.dtype)
-                    to_device_(wide, there)
+                    host_copies.to_device_(wide, there)
                     weight.copy_(wide)
 
     def tensors(self) -> list[Tensor]:

@@ -19,15 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls import collectives
 from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.buffer_layout import BucketLayout
 from spbench.impls.backends.planned_buffers import keep_in_eight_bits
-from spbench.impls.collectives import (
-    all_gather_in_place,
-    all_reduce,
-    all_reduce_async,
-    reduce_scatter_in_place,
-)
 from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
 from spbench.impls.rings import wait_for_device
 
@@ -91,21 +86,21 @@ class GradientBucket:
         if self.group is None:
             return
         if self.weights is not None:
-            self.work = reduce_scatter_in_place(self.gradients, self.group, begin=overlapped)
+            self.work = collectives.reduce_scatter_in_place(self.gradients, self.group, begin=overlapped)
         elif overlapped:
-            self.work = all_reduce_async(self.gradients, self.group)
+            self.work = collectives.all_reduce_async(self.gradients, self.group)
         else:
-            all_reduce(self.gradients, self.group)
+            collectives.all_reduce(self.gradients, self.group)
 
     def sum_over_instances(self) -> None:
         """After :meth:`reduce` and :meth:`wait`: sum this rank's part over the instances."""
         if self.instances is not None:
-            all_reduce(self.gradients[slice(*self.own)], self.instances)
+            collectives.all_reduce(self.gradients[slice(*self.own)], self.instances)
 
     def gather(self, *, overlapped: bool) -> None:
         """All-gather the weights of all ranks' parts, in place; ``overlapped`` as in :meth:`reduce`."""
         if self.group is not None and self.weights is not None:
-            self.work = all_gather_in_place(self.weights, self.group, begin=overlapped)
+            self.work = collectives.all_gather_in_place(self.weights, self.group, begin=overlapped)
 
     def wait(self) -> None:
         """Wait for the collective that :meth:`reduce` or :meth:`gather` began."""

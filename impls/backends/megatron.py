@@ -39,14 +39,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.backends import main_gradients
 from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
-from spbench.impls.backends.main_gradients import (
-    GatheredInForward,
-    GradientBucket,
-    GradientBuffer,
-    MainGradients,
-)
 from spbench.impls.backends.main_weights import MainWeight, main_weight, write_back
 from spbench.impls.backends.megatron_options import (
     ClippedGradients,
@@ -97,7 +92,7 @@ class Megatron(Backend):
         tied = self.around.tied(self.module)
         # where one stage has both uses of a tied embedding, autograd adds up their gradients
         twice = getattr(self.module, "tied", None) if tied is None else None
-        self.gradients = MainGradients(
+        self.gradients = main_gradients.MainGradients(
             self.buffers,
             overlapped=self.options.overlap_grad_reduce,
             fused=self.options.gradient_accumulation_fusion,
@@ -105,7 +100,9 @@ class Megatron(Backend):
             checked=self.host_reads_losses,
         )
         overlapped = self.options.overlap_param_gather
-        self.gathered = GatheredInForward(chunks_of(self.module) if overlapped else [], self.buffers)
+        self.gathered = main_gradients.GatheredInForward(
+            chunks_of(self.module) if overlapped else [], self.buffers
+        )
         mains = [
             self._main_weight(bucket, p)
             for buffer in self.buffers
@@ -209,9 +206,9 @@ class Megatron(Backend):
         self,
         groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
         planned: PlannedBuffer,
-    ) -> GradientBuffer:
+    ) -> main_gradients.GradientBuffer:
         parameters, (group, instances) = list(planned.parameters.values()), groups
-        return GradientBuffer(
+        return main_gradients.GradientBuffer(
             group,
             parameters,
             self.gradient_dtype(self.precision, self.options),
@@ -222,7 +219,7 @@ class Megatron(Backend):
             eight_bits=planned.eight_bits,
         )
 
-    def _main_weight(self, bucket: GradientBucket, p: nn.Parameter) -> MainWeight:
+    def _main_weight(self, bucket: main_gradients.GradientBucket, p: nn.Parameter) -> MainWeight:
         alone = self.on_host and self.options.use_precision_aware_optimizer
         return main_weight(bucket, p, on_host_alone=alone)
 

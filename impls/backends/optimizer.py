@@ -11,6 +11,7 @@ Its kernel computes in float32, and rounds the moments when it writes them (Tran
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ class Optimizer:
                 "implementation: foreach heeds no overflow of a loss scale",
                 "use implementation: fused, or bf16",
             )
-        self.foreach, self.updates = foreach, 0
+        #: the number of updates of each master so far
+        self.foreach, self.updates, self.updates_of = foreach, 0, Counter[Tensor]()
         self.parameters = parameters
         self.precision = precision
         self.master_gradients = master_gradients
@@ -163,12 +165,13 @@ class Optimizer:
         if not self.foreach:
             self.adam.step()
             return
-        self.updates += 1
-        for p in self.masters if self.updates == 1 else ():
+        masters = [p for p in self.masters if p.grad is not None]
+        for p in masters if not self.updates_of[masters[0]] else ():
             for name in ("exp_avg", "exp_avg_sq"):
                 self.adam.state[p].setdefault(name, torch.zeros_like(p))
-        states = [self.adam.state[p] for p in self.masters]
-        update_all(self.masters, self.gradients(), states, self.updates, self.adam.param_groups[0])
+        self.updates_of.update(masters)
+        states, count = [self.adam.state[p] for p in masters], self.updates_of[masters[0]]
+        update_all(masters, self.gradients(), states, count, self.adam.param_groups[0])
 
     def tensors(self) -> list[Tensor]:
         """The tensors held between steps."""

@@ -36,6 +36,7 @@ class DeepSpeedZero3Options(Options):
             each weight by itself.
         reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32"
             (``communication_data_type``; fp32 by default where ranks share sequences).
+        implementation: kernels of the optimizer, as :class:`OptimizerOptions` has them.
     """
 
     overlap_comm: bool = True
@@ -47,10 +48,10 @@ class DeepSpeedZero3Options(Options):
     stage3_param_persistence_threshold: int = 100_000
     sub_group_size: int = 1_000_000_000
     reduce_dtype: Literal["weights", "fp32"] = "weights"
-    implementation: Literal["fused"] = "fused"
+    implementation: Literal["fused", "foreach"] = "fused"
 
     def __post_init__(self) -> None:
-        check_choices(self, {"implementation": ("fused",), "reduce_dtype": ("weights", "fp32")})
+        check_choices(self, {"implementation": ("fused", "foreach"), "reduce_dtype": ("weights", "fp32")})
 
 
 #: the names of the weights that a module uses itself, in their order

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from spbench.impls.observed_work import set_to
+
 Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 
@@ -39,11 +41,9 @@ class KeptResults:
     @contextmanager
     def in_use(self, *, again: bool) -> Iterator[None]:
         """A context in which the block runs (``again``: runs a second time), and these results are in use."""
-        token, self.again = _in_use.set(self), again
-        try:
+        self.again = again
+        with set_to(_in_use, self):
             yield
-        finally:
-            _in_use.reset(token)
 
 
 #: the kept results of the block that runs now, in this thread; None: the block keeps none
@@ -65,11 +65,8 @@ def kept(make: Callable[[], Result]) -> Result:
         return make()
     if keeper.again:
         return keeper.results.popleft()  # type: ignore[return-value]
-    token = _in_use.set(None)
-    try:
+    with set_to(_in_use, None):
         result = make()
-    finally:
-        _in_use.reset(token)
     # autograd sets the history of a returned tensor, so an alias without history is kept
     alias = result.detach() if isinstance(result, Tensor) else tuple(x.detach() for x in result)
     keeper.results.append(alias)

@@ -18,14 +18,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.models.blocks.grid_blocks import (
-    GridAttention,
-    GridMlp,
-    GridModel,
-    noise_losses,
-    one_stage_only,
-    with_positions,
-)
+from spbench.impls.models.blocks import grid_blocks
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import ModelPart
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy
@@ -34,7 +27,7 @@ from spbench.impls.strategies.layers import Linear
 
 
 @dataclass(frozen=True)
-class GridTransformerModel(GridModel):
+class GridTransformerModel(grid_blocks.GridModel):
     """The options of a transformer over a grid, with those of :class:`GridModel`.
 
     Attributes:
@@ -49,13 +42,13 @@ class GridTransformerModel(GridModel):
         return [*reversed(range(len(self.leading) + 1))] * self.layers
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
-        one_stage_only("a transformer over a grid", stage)
+        grid_blocks.one_stage_only("a transformer over a grid", stage)
         return GridTransformer(self, strategy, seq_len)
 
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
-        one_stage_only("a transformer over a grid", stage)
+        grid_blocks.one_stage_only("a transformer over a grid", stage)
         h = self.hidden
         sites = self.block_sites(batch, self.sizes(seq_len), [*[h] * len(self.grid_dims), 4 * h])
         return [*sites, Site("parameters", 1, self.parameters())]
@@ -87,9 +80,9 @@ class AxialBlock(nn.Module):
         self.strategy, self.checkpointing = strategy, model.checkpointing
         self.stages = [*zip(model.stages(), planned, strict=False)]
         self.norms = nn.ModuleList(LayerNorm(model.hidden, model.norm_epsilon) for _ in planned)
-        self.attentions = nn.ModuleList(GridAttention(model, strategy) for _ in planned)
+        self.attentions = nn.ModuleList(grid_blocks.GridAttention(model, strategy) for _ in planned)
         self.mlp_norm = LayerNorm(model.hidden, model.norm_epsilon)
-        self.mlp = GridMlp(model, strategy)
+        self.mlp = grid_blocks.GridMlp(model, strategy)
 
     def forward(self, grid: Grid) -> Grid:
         return (
@@ -126,11 +119,14 @@ class GridTransformer(nn.Module):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         x = self.patches(inputs["noisy"].to(self.head.weight.dtype))
-        grid = with_positions(self.strategy.grid(x, self.sizes))
+        grid = grid_blocks.with_positions(self.strategy.grid(x, self.sizes))
         for block in self.blocks.values():
             grid = block(grid)
         predicted = self.head(self.norm(self.strategy.restored(grid).x))
-        return {"predicted": predicted, **(noise_losses(predicted, inputs) if "noise" in inputs else {})}
+        return {
+            "predicted": predicted,
+            **(grid_blocks.noise_losses(predicted, inputs) if "noise" in inputs else {}),
+        }
 
 
 PRESETS = {

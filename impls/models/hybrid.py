@@ -19,25 +19,22 @@ from torch import nn
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.recurrence import timed
 from spbench.impls.kernels.state_space import on_processors
+from spbench.impls.models.blocks import recurrent_mixer
 from spbench.impls.models.blocks.architecture import FeedForward
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import Mlp
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
-from spbench.impls.models.blocks.recurrent_mixer import (
-    WAYS,
-    GatedDeltaNet,
-    Mamba2,
-    RecurrentLayer,
-    change_rules,
-)
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.tnl import decay_rates
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Strategy
 
-RECURRENCES: Mapping[str, Callable[..., RecurrentLayer]] = {"G": GatedDeltaNet, "M": Mamba2}
+RECURRENCES: Mapping[str, Callable[..., recurrent_mixer.RecurrentLayer]] = {
+    "G": recurrent_mixer.GatedDeltaNet,
+    "M": recurrent_mixer.Mamba2,
+}
 #: the mixer of a layer by the layer's letter in a pattern
 LETTERS = {
     "S": "softmax attention",
@@ -90,7 +87,7 @@ class HybridModel(CausalTransformerModel):
     }
 
     def __post_init__(self) -> None:
-        check_choices(self, {"recurrence": WAYS})
+        check_choices(self, {"recurrence": recurrent_mixer.WAYS})
         layers = self._layers
         behind = ("", MLP, EXPERTS)
         if not layers or any(layer[0] not in LETTERS or layer[1:] not in behind for layer in layers):
@@ -112,9 +109,9 @@ class HybridModel(CausalTransformerModel):
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         module = super().build(strategy, seq_len, stage)
-        change_rules(module, partial(on_processors, count=self.state_processors))
+        recurrent_mixer.change_rules(module, partial(on_processors, count=self.state_processors))
         if self.autotune_states_kib:
-            change_rules(module, partial(timed, nbytes=self.autotune_states_kib * 2**10))
+            recurrent_mixer.change_rules(module, partial(timed, nbytes=self.autotune_states_kib * 2**10))
         return module
 
     @property
@@ -135,7 +132,7 @@ class HybridModel(CausalTransformerModel):
             return super().feeding(layer)
         return {MLP: Mlp(), EXPERTS: MixtureOfExperts()}.get(self._layer(layer)[1:])
 
-    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
+    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | recurrent_mixer.RecurrentLayer:
         letter = self._layer(layer)[0]
         if letter in RECURRENCES:
             return RECURRENCES[letter](

@@ -23,16 +23,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.models.blocks.grid_blocks import (
-    GridAttention,
-    GridMlp,
-    GridModel,
-    LoneGridLayer,
-    noise_losses,
-    one_stage_only,
-    sinusoids,
-    with_positions,
-)
+from spbench.impls.models.blocks import grid_blocks
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import ModelPart
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy
@@ -46,7 +37,7 @@ BLOCK_MODULATION, END_MODULATION = 6, 2
 
 
 @dataclass(frozen=True)
-class StDitModel(GridModel):
+class StDitModel(grid_blocks.GridModel):
     """The options of an ST-DiT, with those of :class:`GridModel`.
 
     Attributes:
@@ -72,7 +63,7 @@ class StDitModel(GridModel):
         return [SPATIAL, TEMPORAL] * self.layers
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
-        one_stage_only("st-dit", stage)
+        grid_blocks.one_stage_only("st-dit", stage)
         return StDit(self, strategy, seq_len)
 
     @property
@@ -87,7 +78,7 @@ class StDitModel(GridModel):
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
-        one_stage_only("st-dit", stage)
+        grid_blocks.one_stage_only("st-dit", stage)
         h = self.hidden
         # attention in space, in time and to the text, then the MLP
         sites = self.block_sites(batch, self.sizes(seq_len), [h, h, h, 4 * h])
@@ -127,13 +118,13 @@ class StDitModel(GridModel):
         outputs |= dict.fromkeys(("predicted", "token_loss"), self.grid_dims)
         return {
             "attention": ModelPart(
-                lambda s, n: LoneGridLayer(GridAttention(self, s), self, s, n),
+                lambda s, n: grid_blocks.LoneGridLayer(grid_blocks.GridAttention(self, s), self, s, n),
                 partial(hidden, alone=True),
                 dims,
                 {"y": self.grid_dims},
             ),
             "block": ModelPart(
-                lambda s, n: LoneGridLayer(StDitBlock(self, s, self.plan(s, n)[:2]), self, s, n),
+                lambda s, n: grid_blocks.LoneGridLayer(StDitBlock(self, s, self.plan(s, n)[:2]), self, s, n),
                 partial(hidden, alone=False),
                 {**dims, "text": None, "modulation": None},
                 {"y": self.grid_dims},
@@ -170,11 +161,11 @@ class StDitBlock(nn.Module):
         self.strategy, self.checkpointing, self.planned = strategy, model.checkpointing, planned
         self.modulation = nn.Parameter(torch.zeros(BLOCK_MODULATION, model.hidden))
         self.norm = LayerNorm(model.hidden, model.norm_epsilon, weighted=False)
-        self.spatial = GridAttention(model, strategy)
-        self.temporal = GridAttention(model, strategy)
+        self.spatial = grid_blocks.GridAttention(model, strategy)
+        self.temporal = grid_blocks.GridAttention(model, strategy)
         self.text = CrossAttention(model, strategy)
         self.mlp_norm = LayerNorm(model.hidden, model.norm_epsilon, weighted=False)
-        self.mlp = GridMlp(model, strategy)
+        self.mlp = grid_blocks.GridMlp(model, strategy)
 
     def forward(self, grid: Grid, text: Tensor, modulation: Tensor) -> Grid:
         if self.checkpointing:
@@ -245,8 +236,8 @@ class StDit(nn.Module):
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = self.modulation.dtype
         grid = self.strategy.grid(self.patches(inputs["noisy"].to(dtype)), self.sizes)
-        grid = with_positions(grid)
-        time = self.time(sinusoids(inputs["time_steps"], self.model.time_features).to(dtype))
+        grid = grid_blocks.with_positions(grid)
+        time = self.time(grid_blocks.sinusoids(inputs["time_steps"], self.model.time_features).to(dtype))
         modulation = self.time_modulation(F.silu(time)).unflatten(-1, (BLOCK_MODULATION, -1))
         text = self.text(inputs["text"].to(dtype))
         for block in self.blocks.values():
@@ -254,7 +245,10 @@ class StDit(nn.Module):
         grid = self.strategy.restored(grid)
         x = modulated(self.norm(grid.x), *_numbers(self.modulation + time[:, None]))
         predicted, _ = self.head(x).chunk(2, -1)  # the second half is the variances
-        return {"predicted": predicted, **(noise_losses(predicted, inputs) if "noise" in inputs else {})}
+        return {
+            "predicted": predicted,
+            **(grid_blocks.noise_losses(predicted, inputs) if "noise" in inputs else {}),
+        }
 
 
 PRESETS = {

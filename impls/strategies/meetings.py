@@ -15,8 +15,8 @@ import numpy as np
 
 from spbench.impls.attended import CAUSAL, Attended, Interval, Ranges
 from spbench.impls.kernels.ranged_attention import Seen
+from spbench.impls.observed_work import ALL_LOWER, work_of
 from spbench.impls.strategies.placements import BALANCED, intervals
-from spbench.impls.unlike_work import ALL_LOWER, work_of
 
 ALL = slice(None)
 

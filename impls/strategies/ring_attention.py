@@ -29,6 +29,7 @@ from spbench.impls.attended import Attended
 from spbench.impls.collectives import Ring, owners_in_turn
 from spbench.impls.kernels.decay import DecayMask, decay_mask, decay_powers, state_dtype
 from spbench.impls.layout import HEEDS_ALL, key_value_size, runs_again
+from spbench.impls.observed_work import work_of
 from spbench.impls.rings import OwnerKey
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks, attention_to_blocks
@@ -37,7 +38,6 @@ from spbench.impls.strategies.halo import PassingHalo, halo_of_site, halo_traffi
 from spbench.impls.strategies.meetings import ALL, Meetings
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.traffic import Traffic
-from spbench.impls.unlike_work import work_of
 
 #: gradients of some of an owner's keys and values, and the index of these in the owner's block
 BlockGradients = tuple[Tensor, Tensor, Any]

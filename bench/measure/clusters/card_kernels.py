@@ -19,7 +19,7 @@ _CARDS = {6: "P100", 7: "V100 T4", 8: "A100 A800 A6000 3090 4090 L20 L4", 9: "H1
 _CAPABILITY = {part: number for number, parts in _CARDS.items() for part in parts.split()} | {"RTX PRO": 12}
 #: the first and the last generation that a kernel runs on. README.md of Dao-AILab/flash-attention says of
 #: FlashAttention-2 Ampere, Ada and Hopper (and later), of 3 H100 and H800, of 4 Hopper and Blackwell
-_RUNS_ON = {"flash_attention_2": (8, 99), "flash_attention_3": (9, 9), "flash_attention_4": (9, 10)}
+_RUNS_ON = {"flash_attention_2": (8, 99), "flash_attention_3": (9, 9), "flash_attention_4": (9, 12)}
 
 
 def generation_of(device: Device) -> int:

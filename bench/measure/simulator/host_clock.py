@@ -5,7 +5,8 @@ A host works through the program's events in order: first its own work since the
 stream, and at the earliest a launch latency after its dispatch; communication is posted no sooner either.
 Where the host waits for its device (a join), its clock continues from the compute stream's clock. The host is
 a limited number of launches ahead: at the end of each piece of a program (:data:`PIECE`) it waits until the
-device has begun the kernel that many launches before.
+device has begun the kernel that many launches before. At a check of its queue (:data:`HOST_WORK`) it waits
+until the compute stream has ended what it had before the check :data:`CHECKS_AHEAD` checks earlier.
 
 Between two steps of a simulation the compute stream runs only kernels. Their effect on both clocks is a map
 of sums and maxima that is computed once, so that a step costs the same however many kernels come before it:
@@ -27,8 +28,10 @@ from spbench.bench.measure.simulator.steps import Steps
 
 #: the most events between two points at which the host waits for a device that is too far behind
 PIECE = 128
-_FIGURES = dict(zip(HOST_WORK, ("view_s", "node_s", "module_s", ""), strict=True))
-_JOINS = HOST_WORK.index("joins")
+_FIGURES = dict(zip(HOST_WORK, ("view_s", "node_s", "module_s", "", ""), strict=True))
+_JOINS, _CHECKS = HOST_WORK.index("joins"), HOST_WORK.index("checks")
+#: a host is so many checks ahead of its device at most
+CHECKS_AHEAD = 3
 #: the number of steps whose pieces are made into rows at once
 _BLOCK = 256
 #: the M (see above) of events without a kernel of the compute stream
@@ -76,7 +79,8 @@ class HostClock:
         self.now, self._larger = np.full(len(steps.ranks), self._begun), steps.larger
         on_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
         joins = (program.host[:, _JOINS] > 0) | (on_compute & host.synchronous)
-        cut = np.append(joins, True)
+        checks = program.host[:, _CHECKS] > 0
+        cut = np.append(joins | checks, True)
         cut[::PIECE] = True
         cut[steps.at + 1] = True
         #: the first event of each piece, then the number of events
@@ -90,6 +94,9 @@ class HostClock:
             through = np.maximum.reduceat(through, first) + kernels_s[end] - host_s[first] + self.latency
         allowed = launched[end] - (host.launches_ahead.value or launched[-1] + 1)
         behind = np.searchsorted(launched[end], allowed, side="right") - 1
+        ended = np.flatnonzero(checks[first]) - 1  # the pieces after which there is a check
+        np.maximum.at(behind, ended[CHECKS_AHEAD:], ended[:-CHECKS_AHEAD])
+        behind = np.maximum.accumulate(behind)
         others = np.diff(behind, prepend=-1) != 0
         waited_for = behind[others]
         #: [pieces for which a host waits, ranks]: when the compute stream has ended the piece

@@ -32,8 +32,9 @@ ALIGNED = 16
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other", "fp8")
 
 #: kinds of host work other than dispatching events, as :attr:`Program.host` counts them: operators that
-#: launch no kernel, autograd nodes, calls of modules, and waits of the host for its device
-HOST_WORK = ("views", "nodes", "modules", "joins")
+#: launch no kernel, autograd nodes, calls of modules, waits of the host for its device, and checks of a
+#: queue, at each of which the host waits until the device has done what was launched three checks before
+HOST_WORK = ("views", "nodes", "modules", "joins", "checks")
 
 Mesh = tuple[int, ...]
 
@@ -180,7 +181,7 @@ class Program:
         kind: KERNEL, COLLECTIVE, SEND, RECV, WAIT or RECORD.
         stream: the stream on which the event was issued; a stream runs its events in order, and stands still
             at a wait. COMPUTE_STREAM unless a library has streams of its own.
-        whose: the ranks that do the event's work, see :mod:`spbench.impls.unlike_work`: EVERYONE; ALL_LOWER
+        whose: the ranks that do the event's work, see :mod:`spbench.impls.observed_work`: EVERYONE; ALL_LOWER
             for a kernel on the blocks of all lower ranks at once; or, for a kernel on the block of one lower
             rank, the number of lower ranks.
         name: index into ``names``: the operator, or the collective.

@@ -36,7 +36,7 @@ NO_SHAPE = (0, 0, 0, 0)
 
 _BITS = 15
 #: one unit of each kind of HOST_WORK, to be added to :attr:`ProgramBuilder.host_work`
-VIEW, NODE, MODULE, JOIN = (1 << _BITS * number for number in range(len(HOST_WORK)))
+VIEW, NODE, MODULE, JOIN, CHECK = (1 << _BITS * number for number in range(len(HOST_WORK)))
 _SHIFTS = _BITS * np.arange(len(HOST_WORK))
 
 

@@ -205,7 +205,7 @@ def _connected(address: str) -> Client:
     except ImportError as error:
         raise UserError(
             f"dask://{address} needs the package dask[distributed], which is not here ({error}); "
-            "install it by: pip install -c constraints.txt -e '.[cluster]' (from PyPI: 'spbench[cluster]')"
+            "install it by: pip install -c constraints.txt -e '.[cluster]'"
         ) from error
     try:
         return Client(address, timeout=CONNECT_LIMIT_S, set_as_default=False)

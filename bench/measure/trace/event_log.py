@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, Group, Program, offset
-from spbench.bench.measure.simulator.program_builder import JOIN, MODULE, NODE, VIEW, ProgramBuilder
+from spbench.bench.measure.simulator.program_builder import CHECK, JOIN, MODULE, NODE, VIEW, ProgramBuilder
 from spbench.bench.measure.trace.meter import Call, Communication, Meter
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trace.torch_internals import backward_node, replaced, storage_key
@@ -223,10 +223,10 @@ class EventLog(Meter):
         with replaced(nn.Module, {"__call__": counted}):
             yield
 
-    def count_calls(self, calls: int) -> None:
-        """Count so many calls of modules as the host's work."""
+    def count_calls(self, calls: int, checks: bool) -> None:
+        """Count so many calls of modules as the host's work, and whether the host checks its queue."""
         if self.running:
-            self.builder.host_work += MODULE * calls
+            self.builder.host_work += MODULE * calls + CHECK * checks
 
     def count_node(self) -> None:
         """Count an autograd node as the host's work if the operator to be written comes from a new node."""

@@ -188,7 +188,7 @@ def packages() -> Iterator[Observation]:
         absent = [name for name, version in installed.items() if version is None]
         there = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
         subject = f"packages of the extra {extra}" if extra else "packages"
-        remedy = f"pip install 'spbench[{extra}]'" if extra else "pip install spbench"
+        remedy = f"pip install -c constraints.txt -e '.[{extra}]'" if extra else "pip install spbench"
         if absent:
             there = f"not installed: {', '.join(absent)}{there and f'; installed: {there}'}"
         yield Observation.judged(subject, not absent, there, remedy, "missing", not extra)

@@ -165,10 +165,9 @@ def values_of_launch(
     with other words are added to ``problems``. The section ``older`` of a table's ``content`` has today's
     ``names`` by the older names, and the ``defaults`` of a job with older names."""
     older: Mapping[str, Mapping[str, Any]] = content.get("older", {"names": {}})
-    without = [f"${name}" for name in content["launch"].get("without", "").split()]
-    launch = replace(
-        launch, arguments=[w for w in launch.arguments if unknown_in(w)[:1] not in [[n] for n in without]]
-    )
+    without = {f"${name}" for name in content["launch"].get("without", "").split()}
+    kept = [w for w in launch.arguments if not without & {u.partition(",")[0] for u in unknown_in(w)[:1]}]
+    launch = replace(launch, arguments=kept)
     split = [word.partition("=") for word in launch.arguments]
     is_older = any(name.lstrip("+~") in older["names"] for name, _, _ in split)
     words = [older["names"].get(name.lstrip("+~"), name) + equals + value for name, equals, value in split]

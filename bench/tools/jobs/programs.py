@@ -35,8 +35,8 @@ from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.variables import variables
 from spbench.bench.yaml_files import merge, nested, parse_yaml
 
-#: ``${KEY.KEY}``, the value of another key, and a product of two numbers; and how deep such values may nest
-_NAMED, _PRODUCT = re.compile(r"\$\{([\w.]+)\}"), re.compile(r"\$\{mul:\s*(\d+),\s*(\d+)\}")
+#: ``${KEY.KEY}``, the value of another key; a product or sum of two numbers; and how deep values may nest
+_NAMED, _COMPUTED = re.compile(r"\$\{([\w.]+)\}"), re.compile(r"\$\{(mul|sum):\s*(\d+),\s*(\d+)\}")
 _MOST_NAMED = 5
 
 
@@ -131,8 +131,8 @@ def _whole(
 
 
 def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
-    """A value in which what it names in ``whole`` replaces each ``${KEY.KEY}``, and a number ``${mul:N,N}``;
-    what is named nowhere stays."""
+    """A value in which what it names in ``whole`` replaces each ``${KEY.KEY}``, and a number ``${mul:N,N}``
+    or ``${sum:N,N}``; what is named nowhere stays."""
     if isinstance(value, Mapping):
         return {key: _resolved(each, whole, depth) for key, each in value.items()}
     if isinstance(value, list):
@@ -150,8 +150,9 @@ def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
     if alone := _NAMED.fullmatch(value):
         return named(alone)
     text = _NAMED.sub(lambda match: str(named(match)), value)
-    if product := _PRODUCT.fullmatch(text):
-        return int(product[1]) * int(product[2])
+    if computed := _COMPUTED.fullmatch(text):
+        numbers = int(computed[2]), int(computed[3])
+        return sum(numbers) if computed[1] == "sum" else math.prod(numbers)
     return text
 
 

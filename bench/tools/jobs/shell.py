@@ -126,14 +126,12 @@ class Shell:
                 status = self._run(children[-1])
                 return None if status is None else not status
             case "test_command" | "compound_statement" if (sign := node.children[0].type) != "{":
-                evaluated, before = number if sign == "((" else holds, self.variables
-                self.variables = {**dict.fromkeys("123456789", ""), **before}  # $1 of a script without words
+                evaluated = number if sign == "((" else holds
+                words = Shell({**dict.fromkeys("123456789", ""), **self.variables})  # the script has none
                 try:
-                    return bool(evaluated(children[0], self._joined))
+                    return bool(evaluated(children[0], words._joined))
                 except (NotKnown, ValueError, ArithmeticError, IndexError):
                     return None
-                finally:
-                    self.variables = before
             case "variable_assignments" | "compound_statement" | "pipeline":
                 return self._run_all(children)
             case "list":
@@ -201,8 +199,8 @@ class Shell:
         for redirect in redirects:
             quoted = any(source_of(c)[:1] in "'\"\\" for c in redirect.children if c.type == "heredoc_start")
             for each in redirect.named_children if redirect.type == "heredoc_redirect" else ():
-                if each.type == "heredoc_body" and source_of(body).startswith("read "):
-                    self.variables[source_of(body).split()[-1]] = self._text(each).replace("\\\n", " ")
+                if each.type == "heredoc_body" and (words := source_of(body).split())[0] == "read":
+                    self.variables[words[-1]] = self._text(each).replace("\\\n", " ")
                 elif each.type == "heredoc_body" and is_script:
                     self.read(source_of(each) if quoted else self._text(each), self._line(each) - 1)
                 elif each.type in ("pipeline", "command", "list"):
@@ -291,9 +289,6 @@ class Shell:
                 return [self._text(node, 1)]
             case "raw_string":
                 return [text[1:-1]]
-            case "command_substitution" if text.startswith("$(("):  # as the parser takes ${X:-$((1 * 2))}
-                whole = next(below(syntax_tree(f"_={text}"), {"arithmetic_expansion"}), None)
-                return [computed(whole, self._joined) if whole else mark(text)]
             case "command_substitution":
                 return [printed(node, text.removeprefix("$(").strip("`)").strip(), self.expand)]
             case "ansi_c_string" | "translated_string" | "process_substitution":
@@ -311,7 +306,7 @@ class Shell:
     def _parameter(self, node: Node, text: str) -> list[str]:
         """The values of ``$TEXT`` or ``${TEXT}``: one text, or the elements of an array."""
         if text == "#":
-            return [str(sum(name.isdecimal() and name != "0" for name in self.given))]
+            return [str(sum(n.isdecimal() and n != "0" and t != "" for n, t in self.variables.items()))]
         parts = _PARAMETER.fullmatch(text)
         if parts is None:
             return [mark(source_of(node))]
@@ -335,8 +330,10 @@ class Shell:
         joined = ""
         for child in below(node, EXPANDED):
             if child.start_byte - start >= at and child != node:
-                before = text[at : child.start_byte - start] + b" " * source_of(child)[:1].isspace()
-                joined += unescaped(before) + " ".join(self._values(child))
+                space = " " * source_of(child)[:1].isspace()
+                joined += (
+                    unescaped(text[at : child.start_byte - start]) + space + " ".join(self._values(child))
+                )
                 at = child.end_byte - start
         return self._short_enough(node, joined + unescaped(text[at : len(text) - bool(skipped)]))
 

@@ -36,7 +36,7 @@ def command(output: Path, results: Path | None, history: Path | None, baseline: 
     exists, and the results that are committed with the code.
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        how = "pip install -c constraints.txt -e '.[report]' (from PyPI: pip install 'spbench[report]')"
+        how = "pip install -c constraints.txt -e '.[report]'"
         raise UserError(f"spbench report needs {missing[0]}: {how}")
     from spbench.bench.tools.report.build import build, check_place
     from spbench.bench.tools.report.gathered import default_results, gather

@@ -204,7 +204,7 @@ def server() -> Any:
         import mcp_types as types
         from mcp.server import Server
     except ImportError as error:
-        raise UserError("spbench mcp needs the SDK: pip install 'spbench[mcp]'") from error
+        raise UserError("spbench mcp needs the SDK: pip install -c constraints.txt -e '.[mcp]'") from error
     calls = Calls()
 
     async def on_list(ctx: Any, params: Any) -> Any:

@@ -15,15 +15,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.kernels.activations import (
-    bias_gelu,
-    clamped_plus_one,
-    clamped_silu,
-    silu_times,
-    squared_relu,
-    swiglu,
-    swiglu_in_place,
-)
+from spbench.impls.kernels import activations
 from spbench.impls.models.blocks.adapter_options import MLP_CLOSING
 from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
 from spbench.impls.models.blocks.architecture import Architecture, FeedForward
@@ -87,11 +79,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "tanh_gelu": _tanh_gelu,
     "relu": F.relu,
-    "squared_relu": squared_relu,
-    "clamped_silu": clamped_silu,
+    "squared_relu": activations.squared_relu,
+    "clamped_silu": activations.clamped_silu,
 }
 #: the function of the second projection of a gated MLP, by the activation of the first
-FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"clamped_silu": clamped_plus_one}
+FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"clamped_silu": activations.clamped_plus_one}
 
 
 class MlpModule(nn.Module):
@@ -151,20 +143,22 @@ class MlpModule(nn.Module):
         if isinstance(project, GroupedLinear):
             if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
                 y = project.together(x)
-                return swiglu(y if self.opening is None else y + self.opening.together(x), project.bias)
+                return activations.swiglu(
+                    y if self.opening is None else y + self.opening.together(x), project.bias
+                )
         elif self.activation == "tanh_gelu" and fuses("bias_gelu") and isinstance(project, Linear):
             bias = project.bias
             assert bias is not None  # an MLP without biases has a GroupedLinear
             y = project.project(x)
             if self.opening is not None:
                 y = y + self.opening.together(x).squeeze(-2)
-            return bias_gelu(y, bias, fused=True)
+            return activations.bias_gelu(y, bias, fused=True)
         opened = self._projected(x)
         x, *factors = opened if self.opening is None else self.opening(x, opened)
         if self.model.swiglu == "in_place":
-            return swiglu_in_place(x, factors[0])
+            return activations.swiglu_in_place(x, factors[0])
         if self.activation == "silu" and factors and fuses("bias_swiglu"):
-            return silu_times(x, factors[0])
+            return activations.silu_times(x, factors[0])
         x = ACTIVATIONS[self.activation](x)
         return x * FACTORS.get(self.activation, _unchanged)(factors[0]) if factors else x
 

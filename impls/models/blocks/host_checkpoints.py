@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from spbench.impls.kernels import host_copies
 from spbench.impls.kernels.copy_stream import CopyStream
-from spbench.impls.kernels.host_copies import (
-    from_pageable_,
-    host_empty_like,
-    pageable_empty_like,
-    to_device_,
-    to_host_,
-    to_pageable_,
-)
 from spbench.impls.rings import wait_for_device
 
 
@@ -100,8 +93,8 @@ class SavedOnCpu(HostCheckpoints):
     def _keep(self, x: Tensor) -> Any:
         if not x.numel():
             return x
-        host = host_empty_like(x)
-        to_host_(host, x)
+        host = host_copies.host_empty_like(x)
+        host_copies.to_host_(host, x)
         wait_for_device(x)
         return host, x.device
 
@@ -115,7 +108,7 @@ class SavedOnCpu(HostCheckpoints):
 
     def _fill(self, x: Tensor, host: Tensor) -> None:
         """Copy the kept input ``host`` to x on the device."""
-        to_device_(x, host)
+        host_copies.to_device_(x, host)
 
 
 class PageableCheckpoints(SavedOnCpu):
@@ -138,15 +131,15 @@ class PageableCheckpoints(SavedOnCpu):
         if self._elements and not self._angles:
             self._angles = [x.new_ones(self._elements) for _ in range(2)]
         for each in self._angles:
-            to_pageable_(pageable_empty_like(each), each)
+            host_copies.to_pageable_(host_copies.pageable_empty_like(each), each)
             wait_for_device(each)
-        host = pageable_empty_like(x)
-        to_pageable_(host, x)
+        host = host_copies.pageable_empty_like(x)
+        host_copies.to_pageable_(host, x)
         wait_for_device(x)
         return host, x.device
 
     def _fill(self, x: Tensor, host: Tensor) -> None:
-        from_pageable_(x, host)
+        host_copies.from_pageable_(x, host)
         wait_for_device(x)
 
 

@@ -11,16 +11,8 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
+from spbench.impls.models.huggingface import llama
 from spbench.impls.models.huggingface.config import Config, not_covered
-from spbench.impls.models.huggingface.llama import (
-    LayerType,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    RotaryConfig,
-    letters_of,
-    windowed,
-)
 
 
 def balanced(weight: float, over: str = "batch") -> dict[str, Any]:
@@ -38,12 +30,12 @@ def layers_with_experts(flags: Sequence[bool]) -> dict[str, Any]:
     return {"expert_pattern": next(tuple(p) for p in repeated if (p * len(whole))[: len(whole)] == whole)}
 
 
-class MixtralConfig(MistralConfig):
+class MixtralConfig(llama.MistralConfig):
     """Mixtral's layers: Mistral's, by default without a window, with ``num_local_experts`` experts in each
     layer, weighted by a softmax over the logits of the chosen experts."""
 
     name: ClassVar[str] = "mixtral"
-    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {**MistralConfig.fixed, "router_jitter_noise": [0]}
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {**llama.MistralConfig.fixed, "router_jitter_noise": [0]}
     ignored: ClassVar[frozenset[str]] = frozenset({"output_router_logits"})
 
     sliding_window: PositiveInt | None = None
@@ -94,7 +86,7 @@ class QwenExpertsConfig(Config):
         }
 
 
-class Qwen2MoeConfig(QwenExpertsConfig, Qwen2Config):
+class Qwen2MoeConfig(QwenExpertsConfig, llama.Qwen2Config):
     """Qwen2-MoE's layers: Qwen2's, with shared experts behind a gate."""
 
     name: ClassVar[str] = "qwen2_moe"
@@ -111,7 +103,7 @@ class Qwen2MoeConfig(QwenExpertsConfig, Qwen2Config):
         return options
 
 
-class Qwen3MoeConfig(QwenExpertsConfig, Qwen3Config):
+class Qwen3MoeConfig(QwenExpertsConfig, llama.Qwen3Config):
     """The layers of Qwen3 with experts: Qwen3's, with routed experts, and by default no ``head_dim``."""
 
     name: ClassVar[str] = "qwen3_moe"
@@ -125,7 +117,7 @@ class Qwen3MoeConfig(QwenExpertsConfig, Qwen3Config):
         return {**super().family_options(), **self.expert_options(self.num_experts)}
 
 
-class GptOssConfig(RotaryConfig):
+class GptOssConfig(llama.RotaryConfig):
     """gpt-oss's layers: experts, attention sinks, and biases of all projections but the head (the router's
     and the experts' too); by default every other layer has a window."""
 
@@ -154,7 +146,7 @@ class GptOssConfig(RotaryConfig):
     head_dim: PositiveInt = 64
     num_local_experts: PositiveInt
     num_experts_per_tok: PositiveInt = 4
-    layer_types: Sequence[LayerType] | None = None
+    layer_types: Sequence[llama.LayerType] | None = None
     sliding_window: PositiveInt = 128
     router_aux_loss_coef: NonNegativeFloat = 0.9
     rope_theta: PositiveFloat = 150_000.0
@@ -176,5 +168,5 @@ class GptOssConfig(RotaryConfig):
             router_linear_bias=True,
             **balanced(self.router_aux_loss_coef),
         )
-        letters = letters_of(self.layer_types, self.num_hidden_layers, "WS")
-        return windowed(every, letters, self.sliding_window)
+        letters = llama.letters_of(self.layer_types, self.num_hidden_layers, "WS")
+        return llama.windowed(every, letters, self.sliding_window)

@@ -30,7 +30,7 @@ from tests.cells import make_cell
 from tests.grid import tabled
 
 ROOM = Path(spbench.impls.peers.__path__[0])
-LINE = "install the extra peers: pip install 'spbench[peers]'"
+LINE = "install the extra peers: pip install -c constraints.txt -e '.[peers]'"
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.timeline import Timeline
+from spbench.impls.observed_work import ALL_LOWER, EVERYONE
 from spbench.impls.registries import all_strategies
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import BALANCED
-from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
 from tests.grid import data, tabled
 from tests.measure.engines.cells import supported
 from tests.slow import slow

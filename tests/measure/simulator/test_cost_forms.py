@@ -379,7 +379,7 @@ def test_a_node_of_pcie_cards_is_slower_the_more_of_it_a_group_has() -> None:
     assert rates == pytest.approx([22.3, 4.5, 2.0], rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["b300-sxm", "gb300-nvl72", "rtx-pro-6000", "mi300x"])
+@pytest.mark.parametrize("name", ["b300-sxm", "gb300-nvl72", "rtx-a6000", "l4", "mi300x"])
 def test_new_cards_are_timed_and_say_what_they_lack(name: str) -> None:
     on = load_cluster(name)
     program = program_of(matmul(4096, 4096, 4096), attention(1, 32, 8, 4096))  # type: ignore[arg-type]

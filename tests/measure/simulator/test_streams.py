@@ -32,7 +32,7 @@ from spbench.bench.measure.simulator.program import (
     WAIT,
     Program,
 )
-from spbench.bench.measure.simulator.program_builder import JOIN, MODULE, NODE, VIEW, ProgramBuilder
+from spbench.bench.measure.simulator.program_builder import CHECK, JOIN, MODULE, NODE, VIEW, ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator, smallest_shifts
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.substitutes import transfer_substitutes
@@ -496,7 +496,7 @@ def programs(draw: st.DrawFn) -> Program:
         st.lists(st.sampled_from(["kernel", "kernel", "collective", "wait", "record"]), max_size=25)
     ):
         b.on_stream(draw(st.sampled_from([0, 0, 1])))
-        b.host_work += draw(st.sampled_from([0, VIEW, NODE, 2 * MODULE, JOIN, JOIN + VIEW]))
+        b.host_work += draw(st.sampled_from([0, VIEW, NODE, 2 * MODULE, JOIN, JOIN + VIEW, CHECK, CHECK]))
         if what == "kernel":
             b.kernel("mm", flops=draw(st.integers(0, 6)))
         elif what == "collective":
@@ -516,10 +516,13 @@ def event_by_event(program: Program, on: Cluster) -> tuple[list[float], float]:
     latency, ahead = hosts.seconds("launch_latency_s"), hosts.launches_ahead.value or 10**9
     clocks, ends, starts = defaultdict(float), dict[int, float](), list[float]()
     done: list[tuple[int, float]] = []
-    now, free, launched = hosts.seconds("step_s"), 0.0, 0
+    now, free, launched, checked = hosts.seconds("step_s"), 0.0, 0, list[float]()
     for event, kind in enumerate(program.kind.tolist()):
         stream, partner = int(program.stream[event]), int(program.partner[event])
-        *counts, joins = program.host[event].tolist()
+        *counts, joins, checks = program.host[event].tolist()
+        if checks:
+            now = max(now, *checked[-3:-2], 0.0)
+            checked.append(clocks[COMPUTE_STREAM])
         if joins:
             now = max(now, clocks[COMPUTE_STREAM])
         now += sum(n * s for n, s in zip(counts, figures, strict=True))

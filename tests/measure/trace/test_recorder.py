@@ -297,11 +297,17 @@ def test_work_stands_at_the_event_that_it_comes_before(program: Program) -> None
         if (phase := program.phase_of(event))
     }
     # the outer module and the linear one, with a transposed weight; then the activation's module
-    assert by_name["addmm", "forward"] == {"views": 1, "nodes": 0, "modules": 2, "joins": 0}
-    assert by_name["gelu", "forward"] == {"views": 0, "nodes": 0, "modules": 1, "joins": 0}
-    assert by_name["sum", "forward"] == {"views": 0, "nodes": 0, "modules": 0, "joins": 0}
+    assert by_name["addmm", "forward"] == {"views": 1, "nodes": 0, "modules": 2, "joins": 0, "checks": 0}
+    assert by_name["gelu", "forward"] == {"views": 0, "nodes": 0, "modules": 1, "joins": 0, "checks": 0}
+    assert by_name["sum", "forward"] == {"views": 0, "nodes": 0, "modules": 0, "joins": 0, "checks": 0}
     # of the sum, which expands its gradient, and of the activation
-    assert by_name["gelu_backward", "backward"] == {"views": 1, "nodes": 2, "modules": 0, "joins": 0}
+    assert by_name["gelu_backward", "backward"] == {
+        "views": 1,
+        "nodes": 2,
+        "modules": 0,
+        "joins": 0,
+        "checks": 0,
+    }
     assert by_name["mm", "backward"]["nodes"] == 1
     assert program.host[:, HOST_WORK.index("modules")].sum() == 3
 
