@@ -151,7 +151,8 @@ def _resolved(value: Any, whole: Mapping[str, Any], depth: int = 0) -> Any:
         return named(alone)
     text = _NAMED.sub(lambda match: str(named(match)), value)
     if computed := _COMPUTED.fullmatch(text):
-        return {"mul": math.prod, "sum": sum}[computed[1]]([int(computed[2]), int(computed[3])])
+        numbers = int(computed[2]), int(computed[3])
+        return sum(numbers) if computed[1] == "sum" else math.prod(numbers)
     return text
 
 

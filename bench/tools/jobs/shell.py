@@ -126,14 +126,12 @@ class Shell:
                 status = self._run(children[-1])
                 return None if status is None else not status
             case "test_command" | "compound_statement" if (sign := node.children[0].type) != "{":
-                evaluated, before = number if sign == "((" else holds, self.variables
-                self.variables = {**dict.fromkeys("123456789", ""), **before}  # $1 of a script without words
+                evaluated = number if sign == "((" else holds
+                words = Shell({**dict.fromkeys("123456789", ""), **self.variables})  # the script has none
                 try:
-                    return bool(evaluated(children[0], self._joined))
+                    return bool(evaluated(children[0], words._joined))
                 except (NotKnown, ValueError, ArithmeticError, IndexError):
                     return None
-                finally:
-                    self.variables = before
             case "variable_assignments" | "compound_statement" | "pipeline":
                 return self._run_all(children)
             case "list":
@@ -201,8 +199,8 @@ class Shell:
         for redirect in redirects:
             quoted = any(source_of(c)[:1] in "'\"\\" for c in redirect.children if c.type == "heredoc_start")
             for each in redirect.named_children if redirect.type == "heredoc_redirect" else ():
-                if each.type == "heredoc_body" and source_of(body).startswith("read "):
-                    self.variables[source_of(body).split()[-1]] = self._text(each).replace("\\\n", " ")
+                if each.type == "heredoc_body" and (words := source_of(body).split())[0] == "read":
+                    self.variables[words[-1]] = self._text(each).replace("\\\n", " ")
                 elif each.type == "heredoc_body" and is_script:
                     self.read(source_of(each) if quoted else self._text(each), self._line(each) - 1)
                 elif each.type in ("pipeline", "command", "list"):
@@ -215,14 +213,12 @@ class Shell:
         while words and words[0].type == "variable_assignment":
             assignment = words.pop(0)
             self._assign(assignment)
-            value = self.variables[source_of(assignment.named_children[0])]
-            own[source_of(assignment.named_children[0])] = (
-                value if isinstance(value, str) else " ".join(value)
-            )
+            name = source_of(assignment.named_children[0])
+            value = self.variables[name]
+            own[name] = value if isinstance(value, str) else " ".join(value)
             after = (node.text or b"")[assignment.end_byte - node.start_byte :]
-            if re.match(
-                rb"(?:[ \t]|\\\n)*(#[^\n]*)?\n", after
-            ):  # the grammar joins NAME=VALUE and the line below
+            # the grammar joins NAME=VALUE and the line below
+            if re.match(rb"(?:[ \t]|\\\n)*(#[^\n]*)?\n", after):
                 own, before = {}, dict(self.variables)
         self.variables = before
         expanded = [text for word in words for text in self.expand(word)]
@@ -264,9 +260,8 @@ class Shell:
         current: str | None = None
         for part in node.children if node.type == "concatenation" else [node] * (node.type != "comment"):
             pieces = self._values(part)
-            if (
-                "expansion" in part.type
-            ):  # split at spaces, of which one at an end parts it from its neighbours
+            # split at spaces, of which one at an end parts it from its neighbours
+            if "expansion" in part.type:
                 joined = " ".join(pieces)
                 pieces = joined.split()
                 if current is not None and joined[:1].isspace():
@@ -289,15 +284,11 @@ class Shell:
         match node.type:
             case "string":  # "${NAME[@]}" is as many words as it has elements
                 only = node.named_children[0] if node.named_child_count == 1 else None
-                alone = (
-                    only is not None and len(source_of(only)) + 2 == len(text) and "expansion" in only.type
-                )
-                return self._values(only) if only and alone else [self._text(node, 1)]
+                if only and len(source_of(only)) + 2 == len(text) and "expansion" in only.type:
+                    return self._values(only)
+                return [self._text(node, 1)]
             case "raw_string":
                 return [text[1:-1]]
-            case "command_substitution" if text.startswith("$(("):  # as the parser takes ${X:-$((1 * 2))}
-                whole = next(below(syntax_tree(f"_={text}"), {"arithmetic_expansion"}), None)
-                return [computed(whole, self._joined) if whole else mark(text)]
             case "command_substitution":
                 return [printed(node, text.removeprefix("$(").strip("`)").strip(), self.expand)]
             case "ansi_c_string" | "translated_string" | "process_substitution":
@@ -315,7 +306,7 @@ class Shell:
     def _parameter(self, node: Node, text: str) -> list[str]:
         """The values of ``$TEXT`` or ``${TEXT}``: one text, or the elements of an array."""
         if text == "#":
-            return [str(sum(name.isdecimal() and name != "0" for name in self.given))]
+            return [str(sum(n.isdecimal() and n != "0" and t != "" for n, t in self.variables.items()))]
         parts = _PARAMETER.fullmatch(text)
         if parts is None:
             return [mark(source_of(node))]
@@ -326,12 +317,8 @@ class Shell:
         elements = value if isinstance(value, list) else None if value is None else [value]
         there = elements is not None and (elements != [""] or not (how or "").startswith(":"))
         if how and (how[-1] == "+" or (how[-1] in "-=" and not there)):
-            used = there or how[-1] != "+"
-            return (
-                [self._text(node, len(source_of(node).encode()) - len(otherwise.encode()) - 1)]
-                if used
-                else []
-            )
+            at = len(source_of(node).encode()) - len(otherwise.encode()) - 1
+            return [self._text(node, at)] if there or how[-1] != "+" else []
         if elements is None:
             return [mark(f"${name}")]
         return elements if index or not isinstance(value, list) else elements[:1]
@@ -343,8 +330,10 @@ class Shell:
         joined = ""
         for child in below(node, EXPANDED):
             if child.start_byte - start >= at and child != node:
-                before = text[at : child.start_byte - start] + b" " * source_of(child)[:1].isspace()
-                joined += unescaped(before) + " ".join(self._values(child))
+                space = " " * source_of(child)[:1].isspace()
+                joined += (
+                    unescaped(text[at : child.start_byte - start]) + space + " ".join(self._values(child))
+                )
                 at = child.end_byte - start
         return self._short_enough(node, joined + unescaped(text[at : len(text) - bool(skipped)]))
 

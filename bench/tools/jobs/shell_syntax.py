@@ -209,6 +209,11 @@ def computed(node: Node, word: Word) -> str:
 
 def printed(node: Node, inner: str, expand: Callable[[Node], list[str]]) -> str:
     """The output of the command in ``$(INNER)``: the result of an `expr`; a mark for any other command."""
+    whole = syntax_tree(f"_={source_of(node)}") if inner.startswith("(") else node
+    if sums := [
+        *below(whole, {"arithmetic_expansion"})
+    ]:  # the parser takes it for a command in ${X:-$((1 * 2))}
+        return computed(sums[0], lambda each: " ".join(expand(each)))
     commands = node.named_children
     if len(commands) != 1 or commands[0].type != "command":
         return mark(f"$({inner})")
