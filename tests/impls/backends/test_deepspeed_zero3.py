@@ -1,7 +1,11 @@
 """The backend ``deepspeed_zero3``: its gradients and bytes on real ranks, with nothing that persists or is
 reused, and with prefetches and small buckets."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,9 @@ import pytest
 import torch
 import yaml
 
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.simulator.program import COLLECTIVE
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.backends.parameter_coordinator import (
     Coordinator,
@@ -21,6 +27,7 @@ from spbench.impls.backends.parameter_coordinator import (
 from spbench.impls.composition import ONE_STAGE
 from spbench.impls.place import Place
 from spbench.impls.registries import model_preset, strategy_class
+from tests.cells import make_cell
 from tests.impls.backends.one_device import LENGTH
 from tests.measure.verify.assertions import assert_green
 
@@ -59,24 +66,57 @@ def test_gradients_and_bytes_are_right(
     assert_green(pool, case, 2)
 
 
-def test_gathers_are_as_many_bytes_as_deepspeed_sends() -> None:
-    """In each phase, next to what real DeepSpeed sent for a model of the same sizes."""
-    sizes = {"layers": 3, "hidden": 64, "inner": 192, "heads": 4, "kv_heads": 2, "vocabulary": 512}
-    model = model_preset("llama3-8b", sizes | LLAMA | {"recompute": "full", "recompute_early_stop": True})
+SENT: dict[str, list[int]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SIZES = {"layers": 3, "hidden": 64, "inner": 192, "heads": 4, "kv_heads": 2, "vocabulary": 512}
+SIZES |= LLAMA | {"recompute": "full", "recompute_early_stop": True}
+#: those of deepspeed_collectives.py
+LIKE_SENT = {
+    "reduce_bucket_size": 25_000,
+    "stage3_param_persistence_threshold": 100,
+    "stage3_max_reuse_distance": 30_000,
+    "stage3_prefetch_bucket_size": 10_000,
+    "stage3_max_live_parameters": 80_000,
+}
+
+
+def test_each_gather_of_deepspeed_is_a_run_of_weights_in_our_order() -> None:
+    """Which weights a gather has depends on the modules that run between; :data:`ROUNDS` stands for them."""
+    model = model_preset("llama3-8b", SIZES)
     with torch.device("meta"):
         module = model.build(strategy_class("single")(Place({})), 8, ONE_STAGE)
     names = {p: name for name, p in module.named_parameters()}
-    options = DeepSpeedZero3Options(
-        stage3_param_persistence_threshold=100,
-        stage3_max_reuse_distance=30_000,
-        stage3_prefetch_bucket_size=10_000,
-        stage3_max_live_parameters=80_000,
-    )
     uses, elements = uses_in_order(module, names), {name: p.numel() for p, name in names.items()}
-    coordinator = Coordinator(elements, flat_uses(uses), options)
-    sent = {"forward": 0, "backward": 0}
+    coordinator = Coordinator(elements, flat_uses(uses), DeepSpeedZero3Options(**LIKE_SENT))
+    ours: dict[str, list[int]] = {"forward": [], "backward": []}
     for backward, name in replayed(coordinator, uses):
-        sent["backward" if backward else "forward"] += elements[name] * 2
-    recorded = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    assert sent == {phase: sum(nbytes) for phase, nbytes in recorded["gathers"].items()}
-    assert sum(elements.values()) * 2 == sum(recorded["reduced"])
+        ours["backward" if backward else "forward"].append(elements[name] * 2)
+    for phase, each in ours.items():
+        ends, of_weights = [*accumulate(SENT[f"{phase} gathers"])], [*accumulate(each)]
+        assert {*ends} <= {*of_weights}
+        assert ends[-1] == of_weights[-1]
+
+
+def test_sums_and_the_norm_are_sent_as_deepspeed_does() -> None:
+    training = {"backend": "deepspeed_zero3", "micro_batches": 1, **LIKE_SENT}
+    sizes = {"sizes": {"dp": 2}, "mesh": ["dp"], "training": training}
+    asked = make_cell("llama3-8b", "single", {}, 2, 8, "bf16", model_options=SIZES, **sizes)
+    program = tracing.trace(asked, events=True).program
+    assert program is not None
+    sent: dict[str, list[int]] = {}
+    for event in (program.kind == COLLECTIVE).nonzero()[0].tolist():
+        what = f"{program.phase_of(event)} {program.names[program.name[event]]}"
+        sent.setdefault(what, []).append(int(program.nbytes[event]))
+    assert sent["backward reduce_scatter"] == SENT["backward sums"]
+    assert sent["optimizer all_reduce"] == SENT["optimizer all-reduces"]
+    # before the next forward instead of at the end of the step
+    assert [each for each in sent["forward all_gather"] if each == 128] == SENT["optimizer gathers"]
+
+
+@pytest.mark.slow
+def test_deepspeed_still_sends_this(tmp_path: Path) -> None:
+    for package in ("deepspeed", "transformers"):
+        pytest.importorskip(package)
+    script, out = Path(__file__).with_name("deepspeed_collectives.py"), tmp_path / "sent.yaml"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), str(out)]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "DS_ACCELERATOR": "cpu"})
+    assert yaml.safe_load(out.read_text()) == SENT
