@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
 from spbench.bench.measure.processes.stacks import (
     STACKS_FOLDER,
-    Fate,
     RankAnswer,
     RankError,
     RankJob,
@@ -206,7 +205,7 @@ def _check_open_files(job: RankJob, ending: threading.Thread) -> None:
 
 
 def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:
-    refused: Fate = "unsupported" if isinstance(error, Unsupported) else "failed"
+    refused: Literal["unsupported", "failed"] = "unsupported" if isinstance(error, Unsupported) else "failed"
     return RankAnswer(
         rank,
         status="oom" if is_out_of_memory(error) else refused,

@@ -252,9 +252,8 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
     words = ["spbench calibrate --from", *findings, *(["--extends", extends] if extends else [])]
     said = "".join(f"{comment(line)}\n" for line in [" ".join(words), *heading(cluster)])
     text = said + dump(cluster.content, width=110)
-    measure.cluster_of_content(
-        output, text.encode()
-    )  # raises UserError where the file could not be read again
+    # raises UserError where the file could not be read again
+    measure.cluster_of_content(output, text.encode())
     write_whole(output, text)
     instead = (
         f"what {extends} says is used" if extends else "nothing is timed by them; --extends names a cluster"

@@ -118,10 +118,8 @@ def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
     n = len(left) + len(right)
     variance = (_squares(left) + _squares(right)) / (n - 2)
     error = math.sqrt(variance * (1 / len(left) + 1 / len(right)))
-    both_tails = float(
-        2 * scipy.special.stdtr(n - 2, -effect / max(error, 1e-12))
-    )  # of Student's distribution
-    return min(1.0, n * both_tails)
+    both_tails_of_student = float(2 * scipy.special.stdtr(n - 2, -effect / max(error, 1e-12)))
+    return min(1.0, n * both_tails_of_student)
 
 
 def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangePoint]:

@@ -8,24 +8,11 @@ from typing import Any
 
 from spbench.bench.command_line.output import records
 from spbench.bench.measure import ATTENTION, packaged_model, priced_by_in_words, written
+from spbench.bench.tools.choose import ranking
 from spbench.bench.tools.choose.fit_verdict import columns, record, words
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.ranking import (
-    NAMED,
-    SPARE,
-    SearchResult,
-    Seen,
-    compute_floor_s,
-    has_experts,
-    is_tie,
-    links_floor_s,
-    ranked,
-    settings_beside,
-    stands_for,
-    tie_limit,
-)
 from spbench.bench.tools.choose.subject import micro_batch_of
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.tools.jobs.argument_tables import shown
@@ -53,37 +40,37 @@ class Advice:
     """
 
     question: Question
-    result: SearchResult
+    result: ranking.SearchResult
     seconds: float = 0.0
     cpu_s: float = 0.0
     prices: Sequence[Price] = ()
     absence: Absence | None = None
 
     @property
-    def ranked(self) -> list[Seen]:
+    def ranked(self) -> list[ranking.Seen]:
         """The named layouts: first ties with the fastest, the simplest first, then others. The job's own
         layout replaces a layout that is as fast and differs only in settings, else it comes last."""
-        named, own = ranked(self.result.best)[:NAMED], self.result.own
+        named, own = ranking.ranked(self.result.best)[: ranking.NAMED], self.result.own
         if own is None or not named:
             return named
-        at = next((at for at, seen in enumerate(named) if stands_for(own, seen)), len(named))
+        at = next((at for at, seen in enumerate(named) if ranking.stands_for(own, seen)), len(named))
         return [*named[:at], own, *named[at + 1 :]]
 
     @property
     def tie_limit(self) -> float:
         """Step times up to this ratio to the shortest are ties with it; 1.0: nothing fits."""
-        return tie_limit(self.result.best)
+        return ranking.tie_limit(self.result.best)
 
-    def is_tie(self, seen: Seen) -> bool:
+    def is_tie(self, seen: ranking.Seen) -> bool:
         """Whether the layout fits, and its time ties with the shortest; see :func:`.ranking.is_tie`."""
-        return seen.fits and is_tie(seen, self.result.best)
+        return seen.fits and ranking.is_tie(seen, self.result.best)
 
-    def hidden_ties(self) -> list[Seen]:
+    def hidden_ties(self) -> list[ranking.Seen]:
         """The ties with the fastest that are not named, the simplest first; no named tie is less simple."""
-        return [seen for seen in ranked(self.result.best)[NAMED:] if self.is_tie(seen)]
+        return [seen for seen in ranking.ranked(self.result.best)[ranking.NAMED :] if self.is_tie(seen)]
 
     @property
-    def winner(self) -> Seen | None:
+    def winner(self) -> ranking.Seen | None:
         """The layout named first: the simplest of the ties with the fastest; None: nothing fits."""
         return next(iter(self.ranked), None)
 
@@ -111,15 +98,15 @@ class Advice:
             yours=lambda seen: seen is self.result.own,
             tie=lambda seen: ties and self.is_tie(seen),
             micro_batch=lambda seen: micro_batch_of(seen.cell),
-            settings=lambda seen: written(settings_beside(self.question.cell, seen.cell)),
+            settings=lambda seen: written(ranking.settings_beside(self.question.cell, seen.cell)),
             attention=lambda seen: model_preset(*seen.cell.model_arguments).attention_kernel,
             behind=lambda seen: seen.step_s / best[0].step_s - 1,
             sent_bytes=lambda seen: sum(row["sent_bytes"] for row in seen.measurement["formula"]),
             exposed_communication=lambda seen: seen.parts["exposed_communication_s"] / seen.step_s,
             bubble=lambda seen: seen.parts["bubble_s"] / seen.step_s,
             priced_by=lambda seen: seen.measurement.get("priced_by") or [],
-            compute_floor_s=lambda seen: compute_floor_s(seen.measurement),
-            links_floor_s=lambda seen: links_floor_s(seen.cell, seen.measurement),
+            compute_floor_s=lambda seen: ranking.compute_floor_s(seen.measurement),
+            links_floor_s=lambda seen: ranking.links_floor_s(seen.cell, seen.measurement),
         )
         return [{"rank": rank, **each} for rank, each in enumerate(records(every, self.ranked), start=1)]
 
@@ -130,8 +117,8 @@ class Advice:
             because = winner.certainty.reason if winner else ""
             return f"{winner} is tight: {because}" if because else ""
         left = winner.memory.spare_bytes / GIB
-        text = f"{winner} leaves {left:.1f} GiB, less than {SPARE:.0%} of a card"
-        ties = [s for s in ranked(self.result.best) if self.is_tie(s) and s.exact and s is not winner]
+        text = f"{winner} leaves {left:.1f} GiB, less than {ranking.SPARE:.0%} of a card"
+        ties = [s for s in ranking.ranked(self.result.best) if self.is_tie(s) and s.exact and s is not winner]
         if (roomy := next((s for s in ties if not s.is_full), None)) is None:
             return f"{text}, and so does every tie that was traced whole" if ties else text
         ratio = roomy.step_s / winner.step_s - 1
@@ -141,7 +128,7 @@ class Advice:
         """In words, how much the fastest layout gains because its experts lie on other groups of ranks than
         the rest; "": they do not, or there are no experts. Only layouts that were traced whole count."""
         whole = sorted((s for s in self.result.traced if s.fits and s.exact), key=lambda seen: seen.step_s)
-        if not whole or not has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
+        if not whole or not ranking.has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
             return ""
         head = f"folding: the fastest layout, {whole[0]}, has its experts over ranks of several axes"
         other = next((s for s in whole if not folds_anew(s.cell.sizes.by_axis)), None)
@@ -222,7 +209,7 @@ class Advice:
         return "; ".join(filter(None, [head, causes, order]))
 
 
-def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
+def beside_in_words(seen: ranking.Seen, other: ranking.Seen, named: str = "") -> str:
     """In words, how much longer a step of ``seen`` takes than one of ``other``, which is called ``named``."""
     ratio = seen.step_s / other.step_s
     share = abs(ratio - 1)
@@ -232,7 +219,7 @@ def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
     return f"takes {words} {joint if named else ''} {named}".rstrip()
 
 
-def causes_in_words(other: Seen, winner: Seen) -> str:
+def causes_in_words(other: ranking.Seen, winner: ranking.Seen) -> str:
     """In words, the two parts of a step that explain most of the difference between the layouts' times."""
     mine, theirs = (seen.step_parts for seen in (winner, other))
     differences = {name: theirs[name] - mine[name] for name in mine}
@@ -263,7 +250,7 @@ def own_in_words(answer: Advice) -> Iterator[str]:
     yield from _changes_in_words(answer)
 
 
-def _beside_the_best(answer: Advice, own: Seen) -> str:
+def _beside_the_best(answer: Advice, own: ranking.Seen) -> str:
     memory, fastest = own.memory, next(iter(answer.result.best), None)
     if not own.fits or memory.spare_bytes < 0:
         needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
@@ -298,7 +285,7 @@ def _changes_in_words(answer: Advice) -> Iterator[str]:
         yield f"{lacking}; the fastest of what it has: --for {_FLAGS_OF.get(kind, kind)}"
 
 
-def _settings_changed(answer: Advice, seen: Seen) -> str:
+def _settings_changed(answer: Advice, seen: ranking.Seen) -> str:
     """In words, the settings that turn the job's own layout into another layout."""
     assert answer.result.own is not None
     differing = _differing(answer.result.own, seen)
@@ -307,12 +294,12 @@ def _settings_changed(answer: Advice, seen: Seen) -> str:
     return ", ".join(words[:_MOST]) + more
 
 
-def _differing(own: Seen, seen: Seen) -> list[tuple[str, Any, Any]]:
+def _differing(own: ranking.Seen, seen: ranking.Seen) -> list[tuple[str, Any, Any]]:
     """The settings in which the job's own layout differs from another layout, with both values."""
     return [each for each in differences(own.cell, seen.cell) if each[0] not in OWN_WAYS]
 
 
-def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
+def _changes(answer: Advice) -> Iterator[tuple[ranking.Seen, FlagChanges | None]]:
     """The fastest layouts that are faster than the job's own, or that fit where the job's own does not, each
     with the changes of arguments that lead to it; None: the program's arguments are not known."""
     own, asked = answer.result.own, answer.question.own
@@ -320,7 +307,7 @@ def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
         return
     # layouts that surely fit come first
     whole = [seen for seen in answer.result.best if seen.exact]
-    towards = sorted(whole[:NAMED], key=lambda seen: seen.is_full)
+    towards = sorted(whole[: ranking.NAMED], key=lambda seen: seen.is_full)
     if not own.fits:  # then ties with the fastest, and those with the fewest changed settings
         towards.sort(key=lambda seen: (seen.is_full, not answer.is_tie(seen), len(_differing(own, seen))))
     for seen in towards:

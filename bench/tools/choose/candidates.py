@@ -186,10 +186,7 @@ def candidates(
         left_out: counts the exceptions, by :data:`SLOWER`, :data:`TOO_SLOW` and :data:`TOO_LARGE`.
         bar: leaves out layouts that take far longer than others; None: a new bar.
     """
-    forward_only = question.cell.training.step == "inference"
-    settings_by_text = (
-        {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
-    )
+    settings_by_text = {as_text(each): each for each in backend_settings(question)}
     backends = [settings_by_text[text] for text in estimates.backends]
     pipelined = [bool(each) and has_stages(question, each) for each in backends]
     settings = [savings[text] for text in estimates.references]

@@ -138,7 +138,6 @@ class Estimates:
         #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
         self._shallow: dict[int, tuple[Cell, impls.Model, dict[int, list[impls.Site]]]] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
-        self._dispatched: dict[tuple[Fold, int, int, int, float], float] = {}
         #: seconds of one call of a collective, and of a byte that a kernel moves
         self.seconds, self._s_of_byte = (prices := CollectivePrices(cell)).seconds, prices.s_of_byte
 
@@ -235,14 +234,10 @@ class Estimates:
         """Seconds in which rows of ``nbytes`` and their gradients go to experts and back."""
         if layout.fold is None or not nbytes:
             return 0.0
-        # folded axes have the same groups whatever the axes that divide a sample
-        key = (layout.fold, layout.dp, layout.pp, layout.way.ranks, nbytes)
-        if key not in self._dispatched:
-            ep, etp = layout.fold
-            both = ("all_to_all", nbytes, "ep", ep), ("all_gather", nbytes * etp, "etp", etp)
-            calls = ((name, float(f"{n:.2g}"), (axis,)) for name, n, axis, ranks in both if ranks > 1)
-            self._dispatched[key] = 4 * sum(self.seconds(*call, layout.sizes) for call in calls)
-        return self._dispatched[key]
+        ep, etp = layout.fold
+        both = ("all_to_all", nbytes, "ep", ep), ("all_gather", nbytes * etp, "etp", etp)
+        calls = ((name, float(f"{n:.2g}"), (axis,)) for name, n, axis, ranks in both if ranks > 1)
+        return 4 * sum(self.seconds(*call, layout.sizes) for call in calls)
 
     def _expert_elements(self, layout: Layout, way: WayFigures) -> tuple[float, int]:
         """(elements of routed experts on a rank, number of a stage's ranks that have the same elements)."""

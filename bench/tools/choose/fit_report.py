@@ -14,18 +14,8 @@ from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
+from spbench.bench.tools.choose import fit_verdict
 from spbench.bench.tools.choose.asked import Asked
-from spbench.bench.tools.choose.fit_verdict import (
-    Verdict,
-    columns,
-    in_program_words,
-    part_of_experts,
-    ranks_text,
-    record,
-    settings_of,
-    step_of,
-    words,
-)
 from spbench.bench.tools.choose.fitting import Fitting, fitting
 from spbench.bench.tools.choose.proofs import BudgetPlan, Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
@@ -62,9 +52,9 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
-    details.append(f"not modelled: {'; '.join(words()['not_modelled'])}")
-    ranks = lambda verdict: ranks_text(verdict.anatomy.ranks).split(" ", 1)[1]  # noqa: E731
-    cells = records(columns("verdict", ranks=ranks), answer.verdicts)
+    details.append(f"not modelled: {'; '.join(fit_verdict.words()['not_modelled'])}")
+    ranks = lambda verdict: fit_verdict.ranks_text(verdict.anatomy.ranks).split(" ", 1)[1]  # noqa: E731
+    cells = records(fit_verdict.columns("verdict", ranks=ranks), answer.verdicts)
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     content = {
         "fits": answer.fits,
@@ -78,12 +68,12 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
             "by_class": fullest.measurement["by_class"],
         },
         "suggestions": proofs and _suggestions(answer, proofs),
-        "largest": answer.sizes and asdict(answer.sizes),
+        "largest": answer.sizes,
         "budget": answer.plan and _plan_content(answer, answer.plan),
         "errors": [vars(each) for each in errors],
-        "not_modelled": words()["not_modelled"],
+        "not_modelled": fit_verdict.words()["not_modelled"],
         "model": model,
-        "taken": {each.what: vars(each) for each in taken(fullest.cell, said)},
+        "taken": {each["what"]: each for each in taken(fullest.cell, said)},
         "tokens_of_rank": tokens_of_rank(fullest.cell),
         "remarks": list(answer.subject.remarks),
         "files": [str(path) for path in files],
@@ -116,7 +106,7 @@ def _cells_table(answer: Fitting) -> Table:
     return Table("Which cells fit", table, ("cell", "fits", "spare GiB", "needs GiB"), below=("on",))
 
 
-def _holding(verdict: Verdict) -> Iterator[Table | str]:
+def _holding(verdict: fit_verdict.Verdict) -> Iterator[Table | str]:
     """The sections on needed bytes, next to the numbers that other tools show, and on the peak by kind."""
     anatomy, memory = verdict.anatomy, verdict.memory
     context, nccl = (
@@ -139,15 +129,15 @@ def _holding(verdict: Verdict) -> Iterator[Table | str]:
     yield from filter(None, [experts_line(verdict.cell), verdict.on_host()])
 
 
-def _parts(verdict: Verdict, program: str) -> Table:
+def _parts(verdict: fit_verdict.Verdict, program: str) -> Table:
     """A table of the peak's parts: tensors by kind and by the module whose forward or backward made them."""
     peak = verdict.anatomy.peak_memory_bytes
     experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
-    every = columns(
+    every = fit_verdict.columns(
         "parts",
         what=lambda part: part.kind.replace("_", " ") or "others",
-        module=lambda part: in_program_words(part.module, program) if part.module else None,
-        of=lambda part: part_of_experts(part.kind, part.module, experts) or None,
+        module=lambda part: fit_verdict.in_program_words(part.module, program) if part.module else None,
+        of=lambda part: fit_verdict.part_of_experts(part.kind, part.module, experts) or None,
         share=lambda part: part.bytes / peak,
     )
     shown = [each for each in every if each.name != "of" or experts]
@@ -172,7 +162,7 @@ def _first_change(answer: Fitting) -> str:
     price = _price(answer, first)
     room = f"{card_gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
     what = "takes less memory" if answer.fullest.fits else "makes it fit"
-    return f"{what}: {flags_of(answer, first) or f'--set {shlex.quote(settings_of(first))}'} ({room})"
+    return f"{what}: {_flags_or_settings(answer, first)} ({room})"
 
 
 def _plan_line(answer: Fitting, plan: BudgetPlan) -> str:
@@ -183,9 +173,14 @@ def _plan_line(answer: Fitting, plan: BudgetPlan) -> str:
     if not plan.alone:
         return f"no switch is needed for {within}"
     price = shown_price(chosen.price(plan.before) or 1.0)
-    flags = flags_of(answer, chosen) or f"--set {shlex.quote(settings_of(chosen))}"
+    flags = _flags_or_settings(answer, chosen)
     needs = f"{card_gib(chosen.memory.total_bytes)} GiB"
     return f"for {within} at the least cost: {flags} (needs {needs}, step {price})"
+
+
+def _flags_or_settings(answer: Fitting, verdict: fit_verdict.Verdict) -> str:
+    """A change in the arguments of the job's program, or else in the words of ``--set``."""
+    return flags_of(answer, verdict) or f"--set {shlex.quote(fit_verdict.settings_of(verdict))}"
 
 
 def _switches_table(answer: Fitting) -> Iterator[Table]:
@@ -194,11 +189,11 @@ def _switches_table(answer: Fitting) -> Iterator[Table]:
         return
     title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
     important = ("needs GiB", "step, relative", "enough", "step")
-    shown = columns("switches", **_meanings(answer, plan.before, plan.fits))
+    shown = fit_verdict.columns("switches", **_meanings(answer, plan.before, plan.fits))
     yield Table.of(title, shown, plan.alone, important=important, below=("--set",), most=_SWITCHES)
 
 
-def _price(answer: Fitting, verdict: Verdict) -> str | None:
+def _price(answer: Fitting, verdict: fit_verdict.Verdict) -> str | None:
     ratio = verdict.price(answer.fullest)
     return shown_price(ratio) if ratio else None
 
@@ -213,7 +208,7 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
     if (proofs := answer.proofs) is not None:
         what = "take less memory" if answer.fullest.fits else "make it fit"
         if proofs.fitting:
-            shown = columns("changes", **_meanings(answer, answer.fullest, lack=True))
+            shown = fit_verdict.columns("changes", **_meanings(answer, answer.fullest, lack=True))
             title = f"Changes that {what}, the fastest first ({_tried(proofs)})"
             important = ("needs GiB", "spare GiB", "step", "step, relative")
             below = ("--set", "flags", "what")
@@ -222,25 +217,25 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
             yield _closest(answer, proofs.closest)
         yield f"for another layout: {answer.advise}"
     if (sizes := answer.sizes) is not None:
-        batch = f" (batch {sizes.batch})" if sizes.micro_batch else ""
+        batch = f" (batch {sizes['batch']})" if sizes["micro_batch"] else ""
         yield (
-            f"the longest length that fits: {sizes.seq_len or 'none'}; "
-            f"the largest micro-batch: {sizes.micro_batch or 'none'}{batch}; each with all else as it is"
+            f"the longest length that fits: {sizes['seq_len'] or 'none'}; "
+            f"the largest micro-batch: {sizes['micro_batch'] or 'none'}{batch}; each with all else as it is"
         )
 
 
-def _closest(answer: Fitting, near: Verdict) -> str:
+def _closest(answer: Fitting, near: fit_verdict.Verdict) -> str:
     price = _price(answer, near)
     needs = f"{card_gib(near.memory.total_bytes)} GiB" + (f" and {price} of the step's time" if price else "")
-    return f"the closest change, --set {settings_of(near)}, needs {needs}: set it and ask again"
+    return f"the closest change, --set {fit_verdict.settings_of(near)}, needs {needs}: set it and ask again"
 
 
 def _meanings(
     answer: Fitting,
-    before: Verdict,
-    fits: Callable[[Verdict], bool] = lambda verdict: verdict.measurement["status"] == "ok",
+    before: fit_verdict.Verdict,
+    fits: Callable[[fit_verdict.Verdict], bool] = lambda verdict: verdict.measurement["status"] == "ok",
     lack: bool = False,
-) -> dict[str, Callable[[Verdict], Any]]:
+) -> dict[str, Callable[[fit_verdict.Verdict], Any]]:
     """What the names in tables of changes mean: functions that take values out of verdicts.
 
     Args:
@@ -248,9 +243,9 @@ def _meanings(
         lack: see :func:`flags_of`.
     """
     return {
-        "set": settings_of,
+        "set": fit_verdict.settings_of,
         "fits": fits,
-        "step": step_of,
+        "step": fit_verdict.step_of,
         "price": lambda verdict: verdict.price(before),
         "flags": lambda verdict: flags_of(answer, verdict, lack),
     }
@@ -260,10 +255,10 @@ def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
     """The changes that make the fullest cell fit, and how many were tried, as a record for programs."""
     meanings = _meanings(answer, answer.fullest)
     return {
-        "found": records(columns("suggestion", **meanings), proofs.fitting),
+        "found": records(fit_verdict.columns("suggestion", **meanings), proofs.fitting),
         "tried": proofs.tried,
         "pairs_tried": proofs.pairs_tried,
-        "closest": proofs.closest and record("closest", proofs.closest, **meanings),
+        "closest": proofs.closest and fit_verdict.record("closest", proofs.closest, **meanings),
         "advise": answer.advise,
     }
 
@@ -273,13 +268,13 @@ def _plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
     meanings = _meanings(answer, plan.before, plan.fits)
     return {
         "budget_bytes": plan.budget_bytes,
-        "chosen": plan.chosen and record("switch", plan.chosen, **meanings),
-        "alone": records(columns("switch", **meanings), plan.alone),
+        "chosen": plan.chosen and fit_verdict.record("switch", plan.chosen, **meanings),
+        "alone": records(fit_verdict.columns("switch", **meanings), plan.alone),
         "traced": plan.traced,
     }
 
 
-def flags_of(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
+def flags_of(answer: Fitting, verdict: fit_verdict.Verdict, lack: bool = False) -> str:
     """The change in the arguments of the job's program; "" if there are none, but with ``lack`` a sentence on
     what the program lacks."""
     job = answer.subject.job

@@ -60,19 +60,6 @@ class CardMemory:
         return self.card_bytes - self.total_bytes
 
 
-def card_memory(cell: Cell, measurement: Mapping[str, Any], tensors_bytes: int) -> CardMemory:
-    """The memory of a cell's card, and the bytes of it that one of the cell's ranks needs.
-
-    Args:
-        measurement: the cell's, on a cluster with a limit; tensors can have ``usable_memory_bytes``.
-        tensors_bytes: the least bytes that the allocator must reserve for the rank.
-    """
-    context: int | None = measure.load_cluster(cell.cluster).device.memory_context_bytes.value
-    nccl = measure.exchange_memory_bytes(cell)
-    usable: int = measurement["usable_memory_bytes"]
-    return CardMemory(usable + (context or 0) + (nccl or 0), tensors_bytes, context, nccl)
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The verdict on a cell that :func:`examine` or :func:`attempt` has measured.
@@ -112,7 +99,10 @@ class Verdict:
         traced."""
         of_allocator = (self.measurement.get("meters") or {}).get(ANATOMY, {})
         needed = of_allocator.get("least_usable_bytes") or self.measurement["peak_memory_bytes"]
-        return card_memory(self.cell, self.measurement, needed)
+        context: int | None = measure.load_cluster(self.cell.cluster).device.memory_context_bytes.value
+        nccl = measure.exchange_memory_bytes(self.cell)
+        usable: int = self.measurement["usable_memory_bytes"]
+        return CardMemory(usable + (context or 0) + (nccl or 0), needed, context, nccl)
 
     @property
     def banded(self) -> Mapping[str, Any]:

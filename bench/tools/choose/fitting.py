@@ -46,7 +46,7 @@ class Fitting:
         verdicts: one for each cell that can run.
         others: cells that cannot run, with the reasons.
         proofs: changes of the fullest cell; None: not asked for.
-        sizes: the largest sizes that fit; None: not asked for.
+        sizes: the result of :func:`largest`; None: not asked for.
         plan: switches of the fullest cell for a budget; None: not asked for.
         advise: the command line that searches for another layout.
     """
@@ -55,7 +55,7 @@ class Fitting:
     verdicts: Sequence[Verdict]
     others: Sequence[tuple[Cell, str]] = ()
     proofs: Proofs | None = None
-    sizes: Largest | None = None
+    sizes: Mapping[str, int | None] | None = None
     plan: BudgetPlan | None = None
     advise: str = ""
 
@@ -142,18 +142,10 @@ def fitting(
     return Fitting(about, verdicts, others, proofs, sizes, plan, advise_command(words, fullest.cell, asked))
 
 
-@dataclass(frozen=True)
-class Largest:
-    """The largest sizes that fit, each with all other settings unchanged; None: not even the smallest fits,
-    or the size cannot be searched for. ``batch`` is the global batch in micro-batches of ``micro_batch``."""
-
-    seq_len: int | None
-    micro_batch: int | None
-    batch: int | None
-
-
-def largest(cell: Cell, asking: Asking) -> Largest:
-    """Search for the largest sizes, each proved by a trace that fits and one that does not."""
+def largest(cell: Cell, asking: Asking) -> dict[str, int | None]:
+    """Search for the largest ``seq_len`` and ``micro_batch`` that fit, each with all other settings as they
+    are, and proved by a trace that fits and one that does not; ``batch`` is the global batch in micro-batches
+    of ``micro_batch``. None: not even the smallest fits, or the size cannot be searched for."""
     searches = {
         each: cell.model_copy(update={each: None, "search": SearchRequest(quantity=each)})
         for each in ("seq_len", "batch")
@@ -161,7 +153,8 @@ def largest(cell: Cell, asking: Asking) -> Largest:
     tasks = [Task(each, attempt) for each in searches.values()]
     answers = {task.cell.key: outcome.measurement.get("answer") for task, outcome in asking(tasks)}
     seq_len, batch = (answers[each.key] for each in searches.values())
-    return Largest(seq_len, batch and batch // (cell.sizes.dp * cell.training.micro_batches), batch)
+    micro_batch = batch and batch // (cell.sizes.dp * cell.training.micro_batches)
+    return {"seq_len": seq_len, "micro_batch": micro_batch, "batch": batch}
 
 
 def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:

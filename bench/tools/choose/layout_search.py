@@ -13,12 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure import executor_at
+from spbench.bench.tools.choose import ranking
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.asking import Asking, Say, unheard, within
 from spbench.bench.tools.choose.candidates import (
@@ -35,22 +37,13 @@ from spbench.bench.tools.choose.layouts import Way, things_to_set
 from spbench.bench.tools.choose.learned import SAME_STEP, UNKNOWN, Waiting
 from spbench.bench.tools.choose.possible import absence, why_impossible
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.ranking import (
-    NAMED,
-    SearchResult,
-    Seen,
-    complexity,
-    has_experts,
-    ranked,
-    tie_limit,
-)
 from spbench.bench.tools.choose.references import references, savings_of
 from spbench.bench.tools.choose.whole_looks import WholeLooks, changes_beside, cheaper_savings
 
 #: how many layouts are traced with few layers at once, for each worker
 _AT_ONCE = 3
 #: how many of the best layouts the search looks for
-BEST = NAMED
+BEST = ranking.NAMED
 #: the traces of few layers end after this many of strategies that were traced before, if they have not made
 #: the best together faster by this factor
 _PATIENCE, _GAIN = 12, 1.02
@@ -64,6 +57,8 @@ _BESIDE = 6
 _ROOM = 1.1
 #: how many rounds of simpler layouts are traced, each with one layout for each worker
 _SIMPLER = 4
+#: the bytes of a look at its peak
+_PEAK = attrgetter("peak")
 
 
 class Search(WholeLooks):
@@ -87,7 +82,7 @@ class Search(WholeLooks):
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
         self._roomy = set[str]()  # strategies with a layout that probably fits
 
-    def run(self) -> SearchResult:
+    def run(self) -> ranking.SearchResult:
         """Run the search; returns its result.
 
         Raises:
@@ -117,7 +112,7 @@ class Search(WholeLooks):
         self._polish()
         self.behind.begin("the best with all layers", *_BEHIND["all"])
         self.look_whole()
-        while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_peak)).exact:
+        while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_PEAK)).exact:
             self.looked_at([near.cell], "all_layers")  # few layers may say too many bytes
             self.look_whole()
         self._conclude()
@@ -151,7 +146,7 @@ class Search(WholeLooks):
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
         # layouts with experts take long to trace, so traces of all parts of a strategy are enough
-        told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
+        told = self.learned.knows_parts if ranking.has_experts(self.question.cell) else self.learned.knows
         while patience > 0 and (batch := self._next(waiting)):
             again = [each for each in batch if told(each.strategy)]
             self._look(batch)
@@ -207,7 +202,8 @@ class Search(WholeLooks):
         would be named first (or as simple, but of an untraced strategy)."""
         for _ in range(_SIMPLER if self.fitting() else 0):
             best = self.best_layouts()
-            (things, *axes), most_s = complexity(ranked(best)[0].cell)[:2], tie_limit(best) * best[0].step_s
+            most_s = ranking.tie_limit(best) * best[0].step_s
+            things, *axes = ranking.complexity(ranking.ranked(best)[0].cell)[:2]
             named = things - things_to_set("single", self.question.cell.model_options, {}), *axes
             expected_s = self.learned.bounds(waiting).expected_s
             places = waiting.simpler(named, expected_s, most_s, self.learned.knows, self._may_fit)
@@ -266,13 +262,9 @@ class Search(WholeLooks):
         result.best = self.best_layouts()
         result.of_strategies = self.best_strategies()
         if not fitting and self.seen:
-            result.nearest = min(self.seen.values(), key=_peak)
+            result.nearest = min(self.seen.values(), key=_PEAK)
         result.counts["traced with few layers"] = len(self.seen)
         result.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in result.traced)
-
-
-def _peak(seen: Seen) -> int:
-    return seen.peak
 
 
 def answered(
@@ -305,7 +297,7 @@ def answered(
             except UserError as error:
                 if len(questions) == 1:
                     raise
-                answer = Advice(each, SearchResult(impossible=str(error)))
+                answer = Advice(each, ranking.SearchResult(impossible=str(error)))
             if winner := answer.winner:
                 answer = replace(answer, prices=search.prices(winner))
             if asked_about:

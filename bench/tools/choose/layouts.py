@@ -171,8 +171,7 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
     batch, length = question.cell.shape
     around, fixed = question.gpus // way.ranks, question.fixed
     given = impls.spelled({axis: fixed.get(axis, 1) for axis in impls.FOLDED_AXES}).strip("1·")
-    forward_only = question.cell.training.step == "inference"
-    for pp in [1] if forward_only else divisors(around):
+    for pp in [1] if question.forward_only else divisors(around):
         dp = around // pp
         if fixed.get("pp", pp) != pp or fixed.get("dp", dp) != dp:
             continue
@@ -188,7 +187,7 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
             )
         else:
             samples_of = _micro_batches(question, way, batch // dp, length)
-            for samples in [batch // dp] if forward_only else samples_of:
+            for samples in [batch // dp] if question.forward_only else samples_of:
                 for virtual in _VIRTUAL_STAGES:
                     parts = batch // (dp * samples)
                     if virtual == 1 or (pp > 1 and layers % (pp * virtual) == 0 and parts % pp == 0):
@@ -270,12 +269,15 @@ def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
 
 
 def backend_settings(question: Question) -> list[dict[str, Any]]:
-    """The settings of ``training`` for each searched backend and each of its own choices. Options that the
-    question fixes keep only settings with that value; a backend without the option has others' default.
+    """The settings of ``training`` for each searched backend and each of its own choices; for an inference no
+    settings, once. Options that the question fixes keep only settings with that value; a backend without the
+    option has others' default.
 
     Raises:
         UserError: no searched backend has a fixed option, or none has it with the fixed value.
     """
+    if question.forward_only:
+        return [{}]
     searched = {name: cls for name, cls in sorted(impls.all_backends().items()) if cls.searched}
     defaults = {name: asdict(cls.options_type()) for name, cls in searched.items()}
     of_any = {name: value for each in defaults.values() for name, value in each.items()}

@@ -24,9 +24,10 @@ _MARGIN_OF_STEP = 1.08
 #: until a layout of a strategy was traced, its estimated seconds may be off by this factor; and by the second
 #: factor from the seconds of its slowest part, if that was traced alone or in several others
 UNKNOWN, _OF_PARTS = 1.35, 1.1
-#: bytes may be off by this factor from those of the traced candidates that are most alike; and until a layout
-#: of a strategy was traced, its estimated bytes may be too many by the second factor
-_MARGIN, _MARGIN_OF_UNKNOWN = 1.1, 1.25
+#: until a layout of a strategy was traced, its estimated bytes may be too many by this factor
+_MARGIN_OF_UNKNOWN = 1.25
+#: an excess of bytes grows at most by this factor for a candidate with more activations
+_MOST_SHARE = 2.0
 #: steps are the same if their seconds and bytes differ by no larger share; two strategies must take the same
 #: steps on this many choices of ranks along axes to count as the same
 _SAME, _ENOUGH = 1e-3, 2
@@ -35,7 +36,8 @@ SAME_STEP = "the same step by another strategy"
 #: the advantage, in logarithms of seconds, that puts an untraced strategy before others as fast
 _BENEFIT = 0.1
 
-Verdicts = TypeVar("Verdicts", bound=Verdict)
+#: a kind of verdict, such as the looks of a search
+AnyVerdict = TypeVar("AnyVerdict", bound=Verdict)
 
 
 class Waiting:
@@ -102,6 +104,39 @@ class Waiting:
         return int(gone.sum())
 
 
+class Excess(NamedTuple):
+    """The bytes ``more`` that the traced candidate ``of`` took than estimated. Their kind is unknown: a
+    constant, a share of all bytes, buffers of a rank's part of the samples, activations, or activations that
+    each rank along an axis has whole."""
+
+    more: float
+    of: Candidate
+
+    def least(self, candidate: Candidate) -> float:
+        """The least bytes of a similar candidate, whatever kind of bytes the excess is."""
+        shares = (min(share, _MOST_SHARE) for share in self._shares(candidate))
+        return candidate.estimated_bytes + min(self.more * share for share in shares)
+
+    def most(self, candidate: Candidate) -> float:
+        """The most bytes of a similar candidate, whatever kind of bytes the excess is."""
+        return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
+
+    def _shares(self, candidate: Candidate) -> tuple[float, ...]:
+        """For each kind of bytes, the excess of another candidate divided by the traced one's, if the excess
+        is of that kind."""
+        here, there = candidate.layout, self.of.layout
+        ranks = here.way.ranks / there.way.ranks
+        activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
+        of_axes = ((1 - 1 / n) / (1 - 1 / there.way.axes[axis]) for axis, n in here.way.axes.items())
+        return (
+            1.0,
+            candidate.estimated_bytes / self.of.estimated_bytes,
+            here.micro_batch / there.micro_batch / ranks,
+            activations,
+            activations * ranks * math.prod(of_axes),
+        )
+
+
 class Bounds(NamedTuple):
     """Seconds that candidates probably take, and seconds that they take at least, each [candidates]."""
 
@@ -115,7 +150,7 @@ class Learned:
     Seconds: one factor per way, per backend and per size of micro-batches, fitted to traced over estimated
     seconds by Bayesian least squares of their logarithms. If the ways traced with a size of micro-batches
     were traced with no other size, the factor of that size stays uncertain, because it cannot be separated
-    from the ways' factors. Bytes: traced over estimated bytes of the candidates that are most alike.
+    from the ways' factors. Bytes: the traced excess over the estimate of the candidates that are most alike.
 
     Also which strategies take the same steps, by traces of layouts that differ only in strategy. Odysseus
     leaves an MLP's weights whole, and Megatron-SP splits them; but if experts replace all MLPs, both
@@ -131,13 +166,12 @@ class Learned:
         self._seen: list[tuple[Candidate, float, float]] = []
         #: the traced ways, each once
         self._ways: dict[Way, None] = {}
-        #: by a property, traced over estimated bytes of the traced candidates with that property
-        self._bytes: dict[Hashable, list[float]] = {}
+        self._excess: dict[Hashable, list[Excess]] = {}
         self.fit()
 
     def knows(self, strategy: str) -> bool:
         """Whether a layout of a strategy was traced."""
-        return strategy in self._bytes
+        return strategy in self._excess
 
     def knows_parts(self, strategy: str) -> bool:
         """Whether a layout with each part of a strategy was traced."""
@@ -157,8 +191,9 @@ class Learned:
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
         """Record the seconds and bytes of a trace of the candidate."""
         self._seen.append((candidate, seconds, nbytes))
-        for key in _likenesses(candidate):
-            self._bytes.setdefault(key, []).append(nbytes / candidate.estimated_bytes)
+        excess = Excess(nbytes - candidate.estimated_bytes, candidate)
+        for _, key in _likenesses(candidate):
+            self._excess.setdefault(key, []).append(excess)
         self._ways[candidate.layout.way] = None
 
     def fit(self) -> None:
@@ -177,14 +212,15 @@ class Learned:
         self._factors = np.append(self._covariance @ matrix.T @ off / _NOISE**2, 0.0)
 
     def _same_steps(self) -> Mapping[str, str]:
-        #: by ranks (first those along axes) and settings, the seconds and bytes of each strategy
+        """The mapping :attr:`replaced`, from the recorded traces."""
+        # by ranks (first those along axes) and settings, the seconds and bytes of each strategy
         numbers = defaultdict[tuple[Hashable, ...], dict[str, tuple[float, float]]](dict)
         for candidate, *traced in self._seen:
             layout, axes = candidate.layout, tuple(candidate.layout.way.axes.items())
             ranks = axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold
             settings = candidate.training_text, candidate.saving_text
             numbers[*ranks, *settings][candidate.strategy] = (traced[0], traced[1])
-        #: by two strategies, whether their steps were the same on each of the axes
+        # by two strategies, whether their steps were the same on each of the axes
         alike = defaultdict[tuple[str, str], dict[Hashable, bool]](dict)
         for (along, *_), of_strategies in numbers.items():
             for (one, a), (other, b) in itertools.combinations(of_strategies.items(), 2):
@@ -198,7 +234,7 @@ class Learned:
         """The strategy that represents all with the same steps as ``strategy``; perhaps itself."""
         return PLUS.join(self.replaced.get(part, part) for part in strategy.split(PLUS))
 
-    def without_same(self, seen: Sequence[Verdicts]) -> list[Verdicts]:
+    def without_same(self, seen: Sequence[AnyVerdict]) -> list[AnyVerdict]:
         """The cells without those that take the same steps as another cell on the same mesh."""
         there = {(each.cell.strategy, each.cell.mesh_text) for each in seen}
         both = ((each, self.instead(each.cell.strategy)) for each in seen)
@@ -240,18 +276,17 @@ class Learned:
         return min(alike, key=lambda traced: _doublings(way, traced), default=None)
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """The least bytes of a candidate, from the traced candidates that are most like it."""
-        share = min(self._most_alike(candidate), default=None)
-        return candidate.estimated_bytes * (1 / _MARGIN_OF_UNKNOWN if share is None else share / _MARGIN)
+        """The least bytes of a candidate: the highest of the lower bounds that traced candidates give which
+        are like it in some property."""
+        like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
+        bounds = (min(each.least(candidate) for each in known) / margin for margin, known in like if known)
+        return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
 
     def most_bytes(self, candidate: Candidate) -> float:
-        """The most bytes of a candidate, from the traced candidates that are most like it."""
-        share = max(self._most_alike(candidate), default=None)
-        return candidate.estimated_bytes * (SURELY if share is None else share * _MARGIN)
-
-    def _most_alike(self, candidate: Candidate) -> Sequence[float]:
-        """Traced over estimated bytes of the traced candidates that are most like a candidate."""
-        return next((self._bytes[key] for key in _likenesses(candidate) if key in self._bytes), ())
+        """The most bytes of a candidate: the lowest of the upper bounds that like candidates give."""
+        like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
+        bounds = (max(each.most(candidate) for each in known) * margin for margin, known in like if known)
+        return min(bounds, default=candidate.estimated_bytes * SURELY)
 
     def _relatives(self, strategy: str) -> float:
         """The factor (a logarithm) of an untraced strategy: that of its slowest traced part, or the mean of
@@ -273,15 +308,15 @@ class Learned:
         return float(self._factors[self._columns[way]])
 
 
-def _likenesses(candidate: Candidate) -> Iterator[Hashable]:
-    """A key of each set of properties that a candidate shares with candidates whose memory is alike, the
-    closest first."""
+def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
+    """(margin of bytes, key) for each set of properties that a candidate shares with candidates whose memory
+    is alike, the closest first."""
     way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
-    yield way, pp, saving, candidate.layout.fold
-    yield candidate.strategy, pp, saving, candidate.training_text
-    yield way, pp, candidate.training_text, candidate.layout.fold
-    yield way
-    yield candidate.strategy
+    yield 1.03, (way, pp, saving, candidate.layout.fold)
+    yield 1.05, (candidate.strategy, pp, saving, candidate.training_text)
+    yield 1.05, (way, pp, candidate.training_text, candidate.layout.fold)
+    yield 1.05, way
+    yield 1.06, candidate.strategy
 
 
 def _doublings(way: Way, other: Way | None) -> float:

@@ -41,11 +41,9 @@ def possible(question: Question, refused: Refused) -> bool:
     Args:
         refused: takes the reasons of impossible layouts, until the first possible one.
     """
-    forward_only = question.cell.training.step == "inference"
-    settings = [] if forward_only else backend_settings(question)
-    if not forward_only and not settings:
+    if not (settings := backend_settings(question)):
         return False
-    pipelined = any(has_stages(question, each) for each in settings)
+    pipelined = any(each and has_stages(question, each) for each in settings)
     estimates = Estimates(question.cell, question.gpus, {}, {})
     for way in ways(question):
         around = [*islice(layouts(question, way, estimates.layers, refused), 1)]
@@ -140,10 +138,8 @@ def _without(question: Question, kept: Collection[str]) -> Iterator[tuple[str, Q
 def _first(question: Question, values: Sequence[int], name: str) -> int | None:
     """The first of some numbers of GPUs, or values of a setting, with which the question has a layout."""
     for n in values:
-        of_cell = {} if name == "gpus" else {name: n}
-        gpus = n if name == "gpus" else question.gpus
-        other = replace(question, gpus=gpus, cell=question.cell.model_copy(update=of_cell))
-        if possible(other, Refused()):
+        cell = question.cell if name == "gpus" else question.cell.model_copy(update={name: n})
+        if possible(replace(question, cell=cell, gpus=n if name == "gpus" else question.gpus), Refused()):
             return n
     return None
 
@@ -235,10 +231,11 @@ def absence(
     ]
     kinds, far = {each.kind for each in result.traced}, dict[tuple[str, str], float]()
     left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
+    kinds |= {each.kind for each in left}
     for which, least_s in bar.far.items() if bar else ():
         layout = Layout(*which, 1)
         kind = kind_of_layout(layout.way.strategy, layout.sizes)
-        if _has(layout.sizes, asked_about) and kind not in {*kinds, *(each.kind for each in left)}:
+        if _has(layout.sizes, asked_about) and kind not in kinds:
             far[kind] = least_s
     return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")
 
@@ -261,7 +258,7 @@ def _cannot_be(question: Question, asked_about: Mapping[str, int]) -> str:
         if question.fixed.get(axis, n) != n:
             return f"--fixed {axis}={question.fixed[axis]} leaves them out"
     asked = replace(question, fixed={**question.fixed, **asked_about})
-    return "" if possible(asked, Refused()) else why_impossible(asked, kept=[*asked_about])
+    return why_impossible(asked, kept=[*asked_about])
 
 
 def _untraced(

@@ -22,21 +22,10 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure import written
+from spbench.bench.tools.choose import suggestions
 from spbench.bench.tools.choose.anatomy import attempt, examine, peaks_by_phase
 from spbench.bench.tools.choose.asking import Asking, Run, Say, Task, unheard, within
 from spbench.bench.tools.choose.fit_verdict import Verdict
-from spbench.bench.tools.choose.suggestions import (
-    MODULES,
-    RECOMPUTE,
-    Change,
-    as_one,
-    cells_of,
-    pairs,
-    share_of_layers,
-    single_changes,
-    switches,
-    together,
-)
 
 #: share of the progress that single changes make, if pairs follow
 _SINGLE = 0.7
@@ -46,8 +35,10 @@ MOST, ENOUGH = 10, 3
 MOST_PAIRS = 12
 #: kinds of memory that no switch of the model makes smaller
 _STATES = ("parameters", "gradients", "optimizer_state")
+#: the settings of several switches of recomputation, which are united
+_UNITED = {suggestions.MODULES, suggestions.RECOMPUTE}
 #: the settings of recomputation of all layers
-_ALL_LAYERS = {RECOMPUTE: "full"}
+_ALL_LAYERS = {suggestions.RECOMPUTE: "full"}
 #: the most solutions of the integer program that are traced; about how many cells a budget traces
 _MOST_SOLVED, _TRACED = 12, 40
 #: switches are traced together if they would fit with their savings added up and multiplied by this
@@ -72,7 +63,10 @@ class Tried:
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
     def trace(
-        self, changes: Iterable[Change], say: Say = unheard, enough: Callable[[], bool] = lambda: False
+        self,
+        changes: Iterable[suggestions.Change],
+        say: Say = unheard,
+        enough: Callable[[], bool] = lambda: False,
     ) -> list[Verdict]:
         """The verdicts of changes whose cells can run; cells that were traced before are not traced again.
 
@@ -80,7 +74,7 @@ class Tried:
             say: takes each change that was tried, and the share of the changes that are done.
             enough: called before a trace begins; if it returns True, no further trace begins.
         """
-        by_key = cells_of(self.cell, changes)
+        by_key = suggestions.cells_of(self.cell, changes)
         tasks = [Task(other, self.run) for key, (other, _) in by_key.items() if key not in self.verdicts]
         for number, (task, outcome) in enumerate(self.asking(tasks, enough), 1):
             change = by_key[task.cell.key][1]
@@ -121,14 +115,14 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
         most: how many single changes that fit are enough.
         say: takes each change that was tried, and the share of the trials that are done.
     """
-    changes = single_changes(before.cell)
+    changes = suggestions.single_changes(before.cell)
     tried = Tried(before.cell, asking, attempt, {before.cell.key: before})
 
     def fitting() -> list[Verdict]:
         fit = (each for each in tried.verdicts.values() if each is not before and each.fits)
         return [each for each in fit if each.memory.total_bytes < before.memory.total_bytes]
 
-    def run(some: Iterable[Change], most: int, say: Say) -> int:
+    def run(some: Iterable[suggestions.Change], most: int, say: Say) -> int:
         """Try changes until ``most`` more fit; returns how many were run."""
         several, fit = len(tried.verdicts), len(fitting())
         tried.trace(some, say, lambda: len(fitting()) - fit >= most)
@@ -158,8 +152,8 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
 
 
 def _promising_pairs(
-    changes: Iterable[Change], before: Verdict, tried: Iterable[Verdict], dividing: bool
-) -> Iterator[Change]:
+    changes: Iterable[suggestions.Change], before: Verdict, tried: Iterable[Verdict], dividing: bool
+) -> Iterator[suggestions.Change]:
     """Pairs of changes that each help, and that fit together if each reduces memory by the same factor as it
     does alone: the likely cheapest first, at most :data:`MOST_PAIRS`. If there are none, the few nearest.
 
@@ -174,8 +168,8 @@ def _promising_pairs(
     helping = [each for each in changes if left.get(written(each.settings), 1.0) < 1]
     shares = [
         (left[written(one.settings)] * left[written(other.settings)], change)
-        for one, other in pairs(helping)
-        if (one.divides or other.divides or not dividing) and (change := together([one, other]))
+        for one, other in suggestions.pairs(helping)
+        if (one.divides or other.divides or not dividing) and (change := suggestions.together([one, other]))
     ]
     likely = [change for share, change in shares if share <= before.memory.card_bytes / needed]
     nearest = [change for _, change in sorted(shares, key=lambda pair: pair[0])]
@@ -221,7 +215,7 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
     """
     traced = (tried := Tried(cell, asking)).verdicts
 
-    def timed(changes: Iterable[Change]) -> list[Verdict]:
+    def timed(changes: Iterable[suggestions.Change]) -> list[Verdict]:
         ran = tried.trace(changes, lambda *_: say(f"{len(traced)} traced", min(1.0, len(traced) / _TRACED)))
         return [each for each in ran if each.step_s]
 
@@ -233,20 +227,20 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
         fitting = (each for each in traced.values() if each.within(budget_bytes))
         return min(fitting, key=cost, default=None)
 
-    def cheaper(sets: Iterator[tuple[float, Sequence[Change]]]) -> None:
+    def cheaper(sets: Iterator[tuple[float, Sequence[suggestions.Change]]]) -> None:
         """Trace sets of switches, until none is left that would be cheaper than the best that fits."""
         while several := [*itertools.islice(sets, asking.jobs)]:
             limit, _ = cost(best) if (best := cheapest()) else (math.inf, 0)
             if not (fast := [changes for seconds, changes in several if seconds < limit]):
                 return
-            timed(as_one(fast))
+            timed(suggestions.as_one(fast))
 
-    if (before := next(iter(timed([Change({}, "as it is")])), None)) is None:
+    if (before := next(iter(timed([suggestions.Change({}, "as it is")])), None)) is None:
         raise UserError(f"{cell.key}: --budget weighs times, and its step cannot be timed")
     if before.within(budget_bytes):
         return BudgetPlan(budget_bytes, before, before, (), 1)
-    every = switches(cell)
-    shares = {n: share for n, each in enumerate(every) if (share := share_of_layers(cell, each))}
+    every = suggestions.switches(cell)
+    shares = {n: share for n, each in enumerate(every) if (share := suggestions.share_of_layers(cell, each))}
     alone = timed(each for n, each in enumerate(every) if n not in shares)
     full = next((each for each in alone if each.change and each.change.settings == _ALL_LAYERS), None)
     if full is None:
@@ -255,7 +249,7 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
     rows += [_Row(every[n], full, share) for n, share in shares.items() if full is not None]
     program = _Program(before, rows, budget_bytes)
     for taken in itertools.islice(program.solutions(), _MOST_SOLVED):
-        if any(each.within(budget_bytes) for each in timed(as_one([program.changes(taken)]))):
+        if any(each.within(budget_bytes) for each in timed(suggestions.as_one([program.changes(taken)]))):
             cheaper(program.promising(taken, range(2, len(taken))))
             break
     cheaper(program.promising(range(len(rows)), (2,), [(n,) for n, row in enumerate(rows) if row.share < 1]))
@@ -267,7 +261,7 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
 class _Row(NamedTuple):
     """A single switch, with ``share`` of the effect that was traced; 1 if the switch itself was traced."""
 
-    change: Change
+    change: suggestions.Change
     traced: Verdict
     share: float = 1.0
 
@@ -294,9 +288,9 @@ class _Program:
         more = np.array([(each.traced.step_s or 0.0) - self.seconds for each in rows])
         self.costs = more * self.shares + _LEAST_COST * self.seconds
         both_of = itertools.combinations(range(len(rows)), 2)
-        self.apart = {pair for pair in both_of if together(self.changes(pair)) is None}
+        self.apart = {pair for pair in both_of if suggestions.together(self.changes(pair)) is None}
 
-    def changes(self, taken: Iterable[int]) -> list[Change]:
+    def changes(self, taken: Iterable[int]) -> list[suggestions.Change]:
         """The switches at these indices of rows."""
         return [self.rows[at].change for at in taken]
 
@@ -319,7 +313,7 @@ class _Program:
 
     def promising(
         self, among: Sequence[int], sizes: Iterable[int], further: Iterable[Sequence[int]] = ()
-    ) -> Iterator[tuple[float, Sequence[Change]]]:
+    ) -> Iterator[tuple[float, Sequence[suggestions.Change]]]:
         """(seconds of a step, switches) of the ``further`` sets, and of sets of ``sizes`` compatible
         switches, that would fit if the switches together saved somewhat more than their sum; the cheapest
         first."""
@@ -329,7 +323,10 @@ class _Program:
         for taken in itertools.chain(further, apart):
             saved, costs = self._beside_each_other(taken)
             if np.all(saved.sum(axis=1) * _MORE_TOGETHER >= self.excess):
-                settings = [{*each.settings} - {MODULES, RECOMPUTE} for each in self.changes(taken)]
+                settings = [
+                    {*each.settings} - {suggestions.MODULES, suggestions.RECOMPUTE}
+                    for each in self.changes(taken)
+                ]
                 shared = sum(map(len, settings)) > len(set[str]().union(*settings))
                 fitting.append((self.seconds + float(costs.max() if shared else costs.sum()), taken))
         yield from ((seconds, self.changes(taken)) for seconds, taken in sorted(fitting))
@@ -340,7 +337,7 @@ class _Program:
         saved, costs, shares = self.saved[:, [*taken]], self.costs[[*taken]], self.shares[[*taken]]
         some = int(shares.argmin())
         if (share := shares[some]) < 1:
-            recompute = [each.settings.get(RECOMPUTE) for each in self.changes(taken)]
+            recompute = [each.settings.get(suggestions.RECOMPUTE) for each in self.changes(taken)]
             of_all = [value == "full" and at != some for at, value in enumerate(recompute)]
             saved -= np.outer(saved[:, some] / share, of_all)
             costs -= costs[some] / share * np.array(of_all)

@@ -63,7 +63,7 @@ class Question:
         for name, n in ranks.items():
             if name in FOLDED_AXES and n > 1 and not experts:
                 raise UserError(f"{flag} {name}={n}: the model has no experts, which ep and etp are for")
-            if name == "micro_batch" and self.cell.training.step == "inference":
+            if name == "micro_batch" and self.forward_only:
                 raise UserError(f"{flag} {name}={n}: an inference has no micro-batches")
 
     def runs(self, cell: Cell, what: str = "") -> bool:
@@ -102,6 +102,11 @@ class Question:
         path = changed_cluster(self.cell.cluster, figures)
         cell = self.cell.model_copy(update={"cluster": path})
         return replace(self, cell=cell, figures=measure.written(figures))
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether the question is about an inference."""
+        return self.cell.training.step == "inference"
 
     @property
     def cluster(self) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure import backend_options, model_parameters, plan
-from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.asking import Asking
 from spbench.bench.tools.choose.layouts import backend_settings
 from spbench.bench.tools.choose.look import ACTIVATIONS, STATES, looks
@@ -167,23 +166,40 @@ def references(
         options = {**question.cell.model_options, **settings}
         alone = question.on_replicas(1, 1, model_options=options)
         cells["model", text, layers] = few_experts(at_depth(alone, layers))
-    forward_only = question.cell.training.step == "inference"
-    for layers in () if forward_only else (1, 2):
+    for layers in () if question.forward_only else (1, 2):
         twice = question.on_replicas(1, 2, {"micro_batches": 2})
         cells["twice", AS_IT_IS, layers] = few_experts(at_depth(twice, layers))
-    kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
+    kinds = backend_settings(question)
     for settings, dp in itertools.product(kinds, _REPLICAS):
         cell = few_experts(at_depth(question.on_replicas(dp, dp, settings), 1))
         cells["backend", as_text(settings), dp] = _short(cell)
     of_key = {cell.key: outcome for cell, outcome in looks(asking, cells.values(), "small", ended)}
-    all_of = {place: (cell, of_key[cell.key]) for place, cell in cells.items()}
-    _, as_it_is = next(iter(all_of.values()))
-    if as_it_is.status == "unsupported":
+    if (as_it_is := of_key[cells["model", AS_IT_IS, 1].key]).status == "unsupported":
         raise UserError(f"{question.cell.model} cannot be run: {as_it_is.reason}")
-    outcomes = {place: both for place, both in all_of.items() if both[1].status != "unsupported"}
+
+    def measured(kind: str, text: str, sizes: Sequence[int] = (1, 2)) -> list[Mapping[str, Any]]:
+        """The measurements of two small traces; none: one of them cannot run, or was not asked for."""
+        outcomes = [of_key[cells[kind, text, n].key] for n in sizes if (kind, text, n) in cells]
+        refused = any(each.status == "unsupported" for each in outcomes)
+        return [] if refused else [each.measurement for each in outcomes]
+
+    # the update of weights happens once, not for each micro-batch, whatever the settings of the model
+    both = zip(measured("model", AS_IT_IS), measured("twice", AS_IT_IS), strict=False)
+    updating_s = [max(0.0, 2 * m["step_time_s"] - twice["step_time_s"]) for m, twice in both] or [0.0, 0.0]
+    of_model = {text: pair for text in savings if (pair := measured("model", text))}
     return (
-        {text: reference for text in savings if (reference := _reference(outcomes, text))},
-        {text: figures for text in map(as_text, kinds) if (figures := _backend(outcomes, text))},
+        {
+            text: Reference(
+                Depths(*(m["step_time_s"] - s for m, s in zip(pair, updating_s, strict=True))),
+                Depths(*(m["meters"][ACTIVATIONS]["bytes"] for m in pair)),
+            )
+            for text, pair in of_model.items()
+        },
+        {
+            text: _backend(cells["backend", text, _REPLICAS[0]], *pair)
+            for text in map(as_text, kinds)
+            if (pair := measured("backend", text, _REPLICAS))
+        },
     )
 
 
@@ -197,37 +213,10 @@ def _short(cell: Cell) -> Cell:
     return short
 
 
-_Outcomes = Mapping[tuple[str, str, int], tuple[Cell, Outcome]]
-
-
-def _reference(outcomes: _Outcomes, text: str) -> Reference | None:
-    both = [outcomes.get(("model", text, layers)) for layers in (1, 2)]
-    if None in both:
-        return None
-    measured = [each[1].measurement for each in both if each]
-    return Reference(
-        Depths(*(m["step_time_s"] - _updating_s(outcomes, n) for n, m in enumerate(measured, 1))),
-        Depths(*(m["meters"][ACTIVATIONS]["bytes"] for m in measured)),
-    )
-
-
-def _updating_s(outcomes: _Outcomes, layers: int) -> float:
-    """Seconds of a step's update of weights, which happens once and not for each micro-batch; settings of the
-    model do not change these seconds."""
-    once, twice = (outcomes.get((kind, AS_IT_IS, layers)) for kind in ("model", "twice"))
-    if once is None or twice is None:
-        return 0.0
-    one_s, two_s = (float(each[1].measurement["step_time_s"]) for each in (once, twice))
-    return max(0.0, 2 * one_s - two_s)
-
-
-def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
-    both = [outcomes.get(("backend", text, dp)) for dp in _REPLICAS]
-    if None in both:
-        return None
-    (cell, fewest), (_, most) = (each for each in both if each)
+def _backend(cell: Cell, fewest: Mapping[str, Any], most: Mapping[str, Any]) -> BackendFigures:
+    """The figures of the backend of a cell, from measurements on both numbers of replicas."""
     elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states
-    held = (outcome.measurement["peak_held"] for outcome in (fewest, most))
+    held = (measurement["peak_held"] for measurement in (fewest, most))
     few_bytes, many_bytes = (sum(float(at.get(name, 0)) for name in STATES) / elements for at in held)
     # bytes = whole + shared / replicas, at both numbers of replicas
     a, b = _REPLICAS
@@ -235,19 +224,15 @@ def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
     forward_only = cell.training.step == "inference"
     once, twice = (_sent(cell, n, elements) for n in ((1, 1) if forward_only else (1, 2)))
     each = {name: max(0.0, twice[name] - once[name]) for name in once}
-    training, precision = cell.training, PRECISIONS[cell.precision]
-    backend = backend_class(training.backend)
-    options = backend.options_type(**training.backend_options)
+    backend = backend_class(cell.training.backend)
+    of = PRECISIONS[cell.precision], backend.options_type(**cell.training.backend_options)
     return BackendFigures(
         max(0.0, few_bytes - shared / a),
         shared,
         {name: max(0.0, n - each[name]) for name, n in once.items()},
         each,
-        a * (fewest.measurement["peak_host_memory_bytes"] or 0) / elements,
-        (
-            backend.bytes_in_backward(precision, options, False),
-            backend.bytes_in_backward(precision, options, True),
-        ),
+        a * (fewest["peak_host_memory_bytes"] or 0) / elements,
+        (backend.bytes_in_backward(*of, False), backend.bytes_in_backward(*of, True)),
     )
 
 

@@ -194,23 +194,6 @@ _MANY = 4096
 _OF_WEIGHTS = ("tp",)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """A setting that has its default because neither the user nor the job gave a value.
-
-    Attributes:
-        what: the setting in words.
-        flag: the option that gives another value.
-    """
-
-    what: str
-    value: Any
-    flag: str
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.value} ({self.flag})"
-
-
 def micro_batch_of(cell: Cell) -> int:
     """The samples that one replica has in one micro-batch."""
     return (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
@@ -224,8 +207,9 @@ def tokens_of_rank(cell: Cell) -> int:
     return micro_batch_of(cell) * (cell.seq_len or 0) // ranks_along(axes, sizes)
 
 
-def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
-    """The settings of a cell that have their defaults, because nobody gave them.
+def taken(cell: Cell, said: Collection[str]) -> list[dict[str, Any]]:
+    """The settings of a cell that have their defaults, because neither the user nor the job gave a value:
+    ``what`` is the setting in words, ``value``, and ``flag`` the option that gives another value.
 
     Args:
         said: dotted names of the settings that were given.
@@ -242,7 +226,11 @@ def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
         cell.training.backend,
     )
     both = zip(words_of_answers()["taken"].items(), values, strict=True)
-    return [Taken(what, n, flag) for (name, (what, flag)), n in both if name not in said and n != ""]
+    return [
+        {"what": what, "value": n, "flag": flag}
+        for (name, (what, flag)), n in both
+        if name not in said and n != ""
+    ]
 
 
 def model_line(cell: Cell, name: str = "") -> str:
@@ -284,6 +272,6 @@ def experts_line(cell: Cell) -> str:
 
 def taken_line(cell: Cell, said: Collection[str]) -> str:
     """One line that lists the settings of a cell that have their defaults."""
-    parts = ", ".join(map(str, taken(cell, said)))
+    parts = ", ".join("{what} {value} ({flag})".format_map(each) for each in taken(cell, said))
     left = f"taken where nothing was said: {parts}" if parts else "every setting was said"
     return f"{left}; tokens of a micro-batch on a rank: {tokens_of_rank(cell)}"

@@ -47,7 +47,9 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
             own.took(f"{key}: {said.value}", *said.names)
     named = {n: _argument_of(n, content) for n in values if n not in table.arguments}
     of_job = {named[name]: values[name] for name in named}
-    of_job |= {n: scalar_of(text) for n, text in files.environment.items() if _is_of_megatron(n)}
+    known_there = argument_table("megatron").arguments
+    given = {name.lstrip("-"): scalar_of(text) for name, text in files.environment.items()}
+    of_job |= {n: each for n, each in given.items() if f"--{n.replace('_', '-')}" in known_there}
     known |= of_job
     sources |= {key: f"{key}: {value}" for key, value in of_job.items()}
     if known.get("recompute_granularity") == "none":
@@ -76,10 +78,6 @@ def job_by_megatron(kind: str, files: JobFiles, account: Account) -> Job:
     return job_of_both(kind, files, gpus, values, megatron, own, named)
 
 
-def _is_of_megatron(name: str) -> bool:
-    return f"--{name.lstrip('-').replace('_', '-')}" in argument_table("megatron").arguments
-
-
 def _argument_of(name: str, content: Mapping[str, Any]) -> str:
     """Megatron-LM's argument, with underscores, that a key sets: the key without its section's prefix."""
     sections = content.get("sections", "").split()
@@ -104,6 +102,9 @@ def _build_by_name(megatron: Account, own: Account, line: str, of_job: Collectio
     sizes = [s for s in megatron.settings if s.path.startswith("model_options.") and s.path not in kept]
     megatron.settings = [s for s in megatron.settings if s.path != "model" and s not in sizes]
     own.set("model", _named(name).model, *own.given_of(key))
+    lost = [s.path.partition(".")[2] for s in sizes if s.source.partition(":")[0] in of_job]
+    own.remarks += [f"options that the model has of its own, not the job's: {', '.join(lost)}"] * bool(lost)
+    own.problems += ["mtp_num_layers: predicted tokens of this family: not modelled"] * ("mtp_layers" in lost)
     because = may_move("memory and time", "built as transformers has it, and laid out as Megatron-Core does")
     own.approximate(f"Megatron-Core's build of this family: {because}", key)
     own.strictly.setdefault(key, "Megatron-Core's build of this family")

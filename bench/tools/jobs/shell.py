@@ -213,10 +213,9 @@ class Shell:
         while words and words[0].type == "variable_assignment":
             assignment = words.pop(0)
             self._assign(assignment)
-            value = self.variables[source_of(assignment.named_children[0])]
-            own[source_of(assignment.named_children[0])] = (
-                value if isinstance(value, str) else " ".join(value)
-            )
+            name = source_of(assignment.named_children[0])
+            value = self.variables[name]
+            own[name] = value if isinstance(value, str) else " ".join(value)
             after = (node.text or b"")[assignment.end_byte - node.start_byte :]
             # the grammar joins NAME=VALUE and the line below
             if re.match(rb"(?:[ \t]|\\\n)*(#[^\n]*)?\n", after):
@@ -285,10 +284,9 @@ class Shell:
         match node.type:
             case "string":  # "${NAME[@]}" is as many words as it has elements
                 only = node.named_children[0] if node.named_child_count == 1 else None
-                alone = (
-                    only is not None and len(source_of(only)) + 2 == len(text) and "expansion" in only.type
-                )
-                return self._values(only) if only and alone else [self._text(node, 1)]
+                if only and len(source_of(only)) + 2 == len(text) and "expansion" in only.type:
+                    return self._values(only)
+                return [self._text(node, 1)]
             case "raw_string":
                 return [text[1:-1]]
             case "command_substitution":
@@ -319,12 +317,8 @@ class Shell:
         elements = value if isinstance(value, list) else None if value is None else [value]
         there = elements is not None and (elements != [""] or not (how or "").startswith(":"))
         if how and (how[-1] == "+" or (how[-1] in "-=" and not there)):
-            used = there or how[-1] != "+"
-            return (
-                [self._text(node, len(source_of(node).encode()) - len(otherwise.encode()) - 1)]
-                if used
-                else []
-            )
+            at = len(source_of(node).encode()) - len(otherwise.encode()) - 1
+            return [self._text(node, at)] if there or how[-1] != "+" else []
         if elements is None:
             return [mark(f"${name}")]
         return elements if index or not isinstance(value, list) else elements[:1]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.tools.choose import asking, proofs
+from spbench.bench.tools.choose import asking, suggestions
 from spbench.bench.tools.choose import layout_search as search
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.references import savings_of
@@ -61,7 +61,7 @@ def few_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def some(cell: Cell) -> list[Change]:
         return [each for each in single_changes(cell) if {*each.settings} <= kept]
 
-    monkeypatch.setattr(proofs, "single_changes", some)
+    monkeypatch.setattr(suggestions, "single_changes", some)
 
 
 def keep_savings(monkeypatch: pytest.MonkeyPatch, n: int) -> None:

@@ -29,7 +29,7 @@ from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.scenarios.scenario import changed, given
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.choose import fitting as module
-from spbench.bench.tools.choose import proofs
+from spbench.bench.tools.choose import suggestions
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_command import command
 from spbench.bench.tools.choose.fit_report import _closest, flags_of
@@ -325,7 +325,7 @@ def test_the_verdict_comes_before_changes_are_tried(
     def recomputed(cell: Cell) -> list[Change]:
         return [each for each in single_changes(cell) if {*each.settings} == {"model_options.recompute"}]
 
-    monkeypatch.setattr(proofs, "single_changes", recomputed)
+    monkeypatch.setattr(suggestions, "single_changes", recomputed)
     said: list[str] = []
     monkeypatch.setattr(Progress, "keep", lambda self, text: said.append(text))
     monkeypatch.setattr(Progress, "at", lambda self, text, share: said.append(text))

@@ -15,7 +15,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.choose import proofs
+from spbench.bench.tools.choose import suggestions
 from spbench.bench.tools.choose.anatomy import ANATOMY, examine
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Task
@@ -125,7 +125,7 @@ def test_some_layers_are_tried_where_they_may_be_enough(seed: int, monkeypatch: 
     whose place they take."""
     kept = {f"model_options.{name}" for name in ("recompute", "recompute_method", "recompute_layers")}
     of_layers = [c for c in switches(MODEL) if {*c.settings} <= {*kept, "model_options.checkpoints"}]
-    monkeypatch.setattr(proofs, "switches", lambda cell: of_layers)
+    monkeypatch.setattr(suggestions, "switches", lambda cell: of_layers)
     for of_some, last in ((1.4, "model_options.recompute"), (1.0, "model_options.checkpoints")):
         land = Landscape(seed, of_some)
         least = next(land.verdict(c) for c in of_layers if [*c.settings][-1] == last).memory.total_bytes
@@ -180,7 +180,9 @@ def test_the_command_says_what_was_chosen_and_its_price(
     fit: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = {"model_options.cross_entropy", "model_options.recompute"}
-    monkeypatch.setattr(proofs, "switches", lambda cell: [c for c in switches(cell) if {*c.settings} <= kept])
+    monkeypatch.setattr(
+        suggestions, "switches", lambda cell: [c for c in switches(cell) if {*c.settings} <= kept]
+    )
     job = longer(small_cards(tmp_path, 400))
     code, out, _ = fit(*job, "--budget", "110MiB")
     assert code == 0
