@@ -36,7 +36,8 @@ SAME_STEP = "the same step by another strategy"
 #: the advantage, in logarithms of seconds, that puts an untraced strategy before others as fast
 _BENEFIT = 0.1
 
-Verdicts = TypeVar("Verdicts", bound=Verdict)
+#: a kind of verdict, such as the looks of a search
+AnyVerdict = TypeVar("AnyVerdict", bound=Verdict)
 
 
 class Waiting:
@@ -211,14 +212,15 @@ class Learned:
         self._factors = np.append(self._covariance @ matrix.T @ off / _NOISE**2, 0.0)
 
     def _same_steps(self) -> Mapping[str, str]:
-        #: by ranks (first those along axes) and settings, the seconds and bytes of each strategy
+        """The mapping :attr:`replaced`, from the recorded traces."""
+        # by ranks (first those along axes) and settings, the seconds and bytes of each strategy
         numbers = defaultdict[tuple[Hashable, ...], dict[str, tuple[float, float]]](dict)
         for candidate, *traced in self._seen:
             layout, axes = candidate.layout, tuple(candidate.layout.way.axes.items())
             ranks = axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold
             settings = candidate.training_text, candidate.saving_text
             numbers[*ranks, *settings][candidate.strategy] = (traced[0], traced[1])
-        #: by two strategies, whether their steps were the same on each of the axes
+        # by two strategies, whether their steps were the same on each of the axes
         alike = defaultdict[tuple[str, str], dict[Hashable, bool]](dict)
         for (along, *_), of_strategies in numbers.items():
             for (one, a), (other, b) in itertools.combinations(of_strategies.items(), 2):
@@ -232,7 +234,7 @@ class Learned:
         """The strategy that represents all with the same steps as ``strategy``; perhaps itself."""
         return PLUS.join(self.replaced.get(part, part) for part in strategy.split(PLUS))
 
-    def without_same(self, seen: Sequence[Verdicts]) -> list[Verdicts]:
+    def without_same(self, seen: Sequence[AnyVerdict]) -> list[AnyVerdict]:
         """The cells without those that take the same steps as another cell on the same mesh."""
         there = {(each.cell.strategy, each.cell.mesh_text) for each in seen}
         both = ((each, self.instead(each.cell.strategy)) for each in seen)
