@@ -10,36 +10,26 @@ import pytest
 import yaml
 
 from spbench.bench.command_line.cli import COMMANDS
-from tests.docs.style import (
-    ALLOWED,
-    ROOT,
-    counts,
-    faults,
-    page_faults,
-    page_words,
-    pages,
-    printed_texts,
-    word_faults,
-)
+from tests.docs import style
 
-CONFIGURED: dict[str, Any] = yaml.safe_load(ALLOWED.read_text())
+CONFIGURED: dict[str, Any] = yaml.safe_load(style.ALLOWED.read_text())
 
 
-@pytest.mark.parametrize("name", pages())
+@pytest.mark.parametrize("name", style.pages())
 def test_a_page_has_as_many_faults_as_are_allowed(name: str) -> None:
     """With more, mend the page; with fewer, `python -m tests.docs.style --tighten` lowers what is allowed."""
-    page = page_faults(name)
+    page = style.page_faults(name)
     listed = "\n".join(f"{name}:{fault.line}: {fault.kind}: {fault.text}" for fault in page)
-    assert counts(page) == (CONFIGURED["faults"] or {}).get(name, {}), listed
+    assert style.counts(page) == (CONFIGURED["faults"] or {}).get(name, {}), listed
 
 
 def test_faults_are_allowed_for_pages_alone() -> None:
-    assert set(CONFIGURED["faults"] or {}) <= set(pages())
+    assert set(CONFIGURED["faults"] or {}) <= set(style.pages())
 
 
 @pytest.mark.parametrize("name", CONFIGURED["words"])
 def test_pages_have_no_more_words_than_their_budget(name: str) -> None:
-    assert 0 < page_words(name) <= CONFIGURED["words"][name]
+    assert 0 < style.page_words(name) <= CONFIGURED["words"][name]
 
 
 @pytest.mark.parametrize("name", COMMANDS.names())
@@ -47,7 +37,9 @@ def test_help_keeps_to_the_rules(name: str) -> None:
     command = COMMANDS.load(name)
     helps = [each.help or "" for each in command.params if isinstance(each, click.Option)]
     for text in [command.help or "", *helps]:
-        listed = [fault for fault in faults(text, opening=False) if fault.kind not in ("idiom", "numbers")]
+        listed = [
+            fault for fault in style.faults(text, opening=False) if fault.kind not in ("idiom", "numbers")
+        ]
         assert [f"{fault.kind}: {fault.text}" for fault in listed] == []
 
 
@@ -58,10 +50,10 @@ NOT_PRINTED = {"matrix product", "links within a node", "left product", "right p
 @pytest.mark.parametrize("folder", ["bench", "impls", "plots", "spbench"])
 def test_printed_texts_choose_the_same_words(folder: str) -> None:
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {why}: {text}"
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for line, text in printed_texts(path.read_text())
-        for _, why in word_faults(text)
+        f"{path.relative_to(style.ROOT)}:{line}: {why}: {text}"
+        for path in sorted((style.ROOT / folder).rglob("*.py"))
+        for line, text in style.printed_texts(path.read_text())
+        for _, why in style.word_faults(text)
         if text not in NOT_PRINTED
     ]
     assert wrong == []
@@ -69,7 +61,7 @@ def test_printed_texts_choose_the_same_words(folder: str) -> None:
 
 def test_a_planted_word_in_code_is_seen() -> None:
     code = '"""Made."""\nKEY = "made"\ndef f(x):\n    """Found."""\n    print(f"{x} was found in", "it")\n'
-    seen = [(line, why) for line, text in printed_texts(code) for _, why in word_faults(text)]
+    seen = [(line, why) for line, text in style.printed_texts(code) for _, why in style.word_faults(text)]
     assert seen == [(5, "'found' (a verb that says how: searched, fitted, detected)")]
 
 
@@ -110,7 +102,7 @@ PLANTED: dict[str, tuple[str, list[tuple[int, str]]]] = {
 @pytest.mark.parametrize("case", PLANTED)
 def test_planted_faults_are_seen(case: str) -> None:
     markdown, planted = PLANTED[case]
-    assert [(fault.line, fault.kind) for fault in faults(OPENING + markdown, opening=True)] == planted
+    assert [(fault.line, fault.kind) for fault in style.faults(OPENING + markdown, opening=True)] == planted
 
 
 @pytest.mark.parametrize(
@@ -127,15 +119,15 @@ def test_planted_faults_are_seen(case: str) -> None:
     ids=["fits", "with a list", "before code", "code first", "table first", "heading first", "no title"],
 )
 def test_a_page_answers_its_title_first(markdown: str, fault: bool) -> None:
-    assert [each.kind for each in faults(markdown, opening=True)] == (["opening"] if fault else [])
-    assert list(faults(markdown, opening=False)) == []
+    assert [each.kind for each in style.faults(markdown, opening=True)] == (["opening"] if fault else [])
+    assert list(style.faults(markdown, opening=False)) == []
 
 
-CHECK = ROOT / "results" / "gpu" / "2026-11-26-nvidia-h200"
+CHECK = style.ROOT / "results" / "gpu" / "2026-11-26-nvidia-h200"
 
 
 def numbers(page: str, sentence: str) -> list[float]:
-    (found,) = re.finditer(sentence, (ROOT / "docs" / page).read_text())
+    (found,) = re.finditer(sentence, (style.ROOT / "docs" / page).read_text())
     return [float(each.replace(",", "")) for each in found.groups()]
 
 

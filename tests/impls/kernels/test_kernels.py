@@ -31,13 +31,7 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.impls.backends.optimizer import PRECISIONS, Optimizer
 from spbench.impls.collectives import ReusedBuffer
-from spbench.impls.kernels.activations import (
-    bias_gelu,
-    squared_relu,
-    swiglu,
-    swiglu_in_place,
-    weighted_swiglu,
-)
+from spbench.impls.kernels import activations, projection
 from spbench.impls.kernels.cross_entropy import (
     compiled_cross_entropy,
     cross_entropy_in_one_region,
@@ -49,13 +43,6 @@ from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
 from spbench.impls.kernels.host_copies import samples_begun
 from spbench.impls.kernels.layer_norm import LayerNorm
-from spbench.impls.kernels.projection import (
-    Placeholders,
-    fuse_accumulation,
-    mark_library,
-    project,
-    strided_product,
-)
 from spbench.impls.kernels.rms_norm import plain_rms_norm, rms_norm
 from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
 from spbench.impls.kernels.side_stream import SideStream
@@ -131,7 +118,7 @@ def test_what_megatron_fuses() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_bias_gelu(fused: bool) -> None:
     def ours(x: Tensor, bias: Tensor) -> Tensor:
-        return bias_gelu(x, bias, fused=fused)
+        return activations.bias_gelu(x, bias, fused=fused)
 
     x, bias = made(2, 3, 5), made(5, seed=2)
     assert_same(ours, lambda x, bias: F.gelu(x + bias, approximate="tanh"), x, bias)
@@ -273,7 +260,7 @@ def test_bytes_kept_for_backward() -> None:
     assert bytes_kept(lambda: masked_dropout(x, kept, 0.5)) == 32
     assert bytes_kept(lambda: bias_dropout_add(x, bias, x, kept, 0.5)) == 32
     assert bytes_kept(lambda: bias_dropout_add(x, bias, x, kept, 0.5, keep_input=True)) == 32 + 64
-    assert bytes_kept(lambda: bias_gelu(x, bias, fused=True)) == 64 + 16
+    assert bytes_kept(lambda: activations.bias_gelu(x, bias, fused=True)) == 64 + 16
     # the input, two float32 statistics a row (of the root-mean-square one), weight and bias
     assert bytes_kept(lambda: layer_norm(x, bias, bias)) == 64 + 2 * 4 * 4 + 16
     assert bytes_kept(lambda: rms_norm(x)) == 64 + 4 * 4
@@ -416,15 +403,15 @@ def test_shared_experts_hide_behind_what_is_sent() -> None:
 
 def test_swiglu() -> None:
     y = made(3, 5, 2, 7)
-    assert_same(swiglu, lambda y: F.silu(y[..., 0, :]) * y[..., 1, :], y)
-    assert bytes_kept(lambda: swiglu(y)) == y.nbytes
+    assert_same(activations.swiglu, lambda y: F.silu(y[..., 0, :]) * y[..., 1, :], y)
+    assert bytes_kept(lambda: activations.swiglu(y)) == y.nbytes
 
 
 def test_swiglu_with_a_bias() -> None:
     y, bias = made(3, 5, 2, 7), made(2, 7, seed=1)
     plain = lambda y, bias: F.silu(y[..., 0, :] + bias[0]) * (y[..., 1, :] + bias[1])  # noqa: E731
-    assert_same(swiglu, plain, y, bias)
-    assert bytes_kept(lambda: swiglu(y, bias)) == y.nbytes + bias.nbytes
+    assert_same(activations.swiglu, plain, y, bias)
+    assert bytes_kept(lambda: activations.swiglu(y, bias)) == y.nbytes + bias.nbytes
 
 
 def test_clamped_swiglu_times_weights() -> None:
@@ -435,7 +422,7 @@ def test_clamped_swiglu_times_weights() -> None:
     product = ACTIVATIONS["clamped_silu"](gate) * FACTORS["clamped_silu"](up) * weights[:, None]
     gradient = torch.randn_like(product)
     expected = torch.autograd.grad(product, (y, weights), gradient)
-    ours = weighted_swiglu(y, weights, clamped=True)
+    ours = activations.weighted_swiglu(y, weights, clamped=True)
     torch.testing.assert_close(ours, product)
     torch.testing.assert_close(torch.autograd.grad(ours, (y, weights), gradient), expected)
 
@@ -443,17 +430,19 @@ def test_clamped_swiglu_times_weights() -> None:
 def test_swiglu_in_place() -> None:
     gate, up = made(3, 5, 7), made(3, 5, 7, seed=1)
     # of copies, which backward may overwrite
-    assert_same(lambda a, b: swiglu_in_place(a * 1, b * 1), lambda a, b: F.silu(a) * b, gate, up)
+    assert_same(lambda a, b: activations.swiglu_in_place(a * 1, b * 1), lambda a, b: F.silu(a) * b, gate, up)
     projected = gate.detach().clone().requires_grad_()
-    assert bytes_kept(lambda: swiglu_in_place(projected, up)) == 2 * gate.nbytes
-    (d_gate,) = torch.autograd.grad(swiglu_in_place(made_of := gate * 1, up.detach()).sum(), made_of)
+    assert bytes_kept(lambda: activations.swiglu_in_place(projected, up)) == 2 * gate.nbytes
+    (d_gate,) = torch.autograd.grad(
+        activations.swiglu_in_place(made_of := gate * 1, up.detach()).sum(), made_of
+    )
     assert d_gate.data_ptr() == made_of.data_ptr()
 
 
 def test_squared_relu() -> None:
     x = made(3, 5, 7)
-    assert_same(squared_relu, lambda x: F.relu(x).pow(2), x)
-    assert bytes_kept(lambda: squared_relu(x)) == x.nbytes
+    assert_same(activations.squared_relu, lambda x: F.relu(x).pow(2), x)
+    assert bytes_kept(lambda: activations.squared_relu(x)) == x.nbytes
 
 
 def test_rotary() -> None:
@@ -473,7 +462,7 @@ def test_strided_product_keeps_views() -> None:
         q, k, _ = (x.transpose(1, 2) for x in mixed.unbind(-2))
         return product(q, k.mT)  # type: ignore[operator]
 
-    assert_same(lambda x: scores(x, strided_product), lambda x: scores(x, torch.matmul), mixed)
+    assert_same(lambda x: scores(x, projection.strided_product), lambda x: scores(x, torch.matmul), mixed)
 
 
 def test_softmax_of_scores_is_causal_without_a_mask() -> None:
@@ -531,12 +520,12 @@ def test_dropout_of_flash_attention_draws_the_same_mask_in_backward() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_projection(library: str, fused: bool) -> None:
     layer = nn.Linear(5, 7, dtype=torch.float64)
-    mark_library(layer, library)
+    projection.mark_library(layer, library)
     x = made(2, 3, 5)
     main = torch.ones(7, 5, dtype=torch.float64)
     if fused:
-        fuse_accumulation(layer.weight, main, Placeholders())
-    y = project(x, layer.weight, layer.bias)
+        projection.fuse_accumulation(layer.weight, main, projection.Placeholders())
+    y = projection.project(x, layer.weight, layer.bias)
     expected = F.linear(x, layer.weight, layer.bias)
     torch.testing.assert_close(y, expected)
     d_y = made(2, 3, 7, seed=4).detach()
@@ -549,7 +538,7 @@ def test_projection(library: str, fused: bool) -> None:
 
 
 def test_placeholders_of_one_shape_share_memory() -> None:
-    made_once = Placeholders()
+    made_once = projection.Placeholders()
     first, second = made_once.like(torch.empty(3, 4)), made_once.like(torch.zeros(3, 4))
     other = made_once.like(torch.empty(4, 3))
     assert first.data_ptr() == second.data_ptr() != other.data_ptr()

@@ -10,13 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.collectives import (
-    copy_to_group,
-    gather_from_group,
-    joined,
-    reduce_from_group,
-    start_all_gather,
-)
+from spbench.impls import collectives
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels import cross_entropy
 from spbench.impls.kernels.decay import DecayMask
@@ -47,7 +41,7 @@ class _RowsNotReduced(Linear):
 
 class _Frozen(_RowsNotReduced):
     def project(self, x: Tensor) -> Tensor:
-        return reduce_from_group(F.linear(x, self.weight.detach()), self.group)
+        return collectives.reduce_from_group(F.linear(x, self.weight.detach()), self.group)
 
 
 class _InputNotReduced(ColumnParallelLinear):
@@ -67,7 +61,7 @@ ParameterWithoutGradient = planted(TP, linear_out=_layer(_Frozen))
 # latent attention's key that all heads share: each rank's heads make only a part of its gradient
 SharedKeyOfOwnHeads = planted(TP, features_for_heads=lambda self, honest, x: x)
 SharedKeyOfOwnPositions = planted(
-    MegatronSP, features_for_heads=lambda self, honest, x: gather_from_group(x, 1, self.group)
+    MegatronSP, features_for_heads=lambda self, honest, x: collectives.gather_from_group(x, 1, self.group)
 )
 
 
@@ -145,9 +139,9 @@ class _SliceForSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, strategy: MegatronSP) -> Tensor:
         ctx.strategy = strategy
-        parts, arrival = start_all_gather(x, strategy.group)
+        parts, arrival = collectives.start_all_gather(x, strategy.group)
         arrival.wait()
-        return joined(parts, 1)
+        return collectives.joined(parts, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -242,14 +236,14 @@ class _InputSummed(Linear):
     group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(copy_to_group(x, self.group))
+        return super().forward(collectives.copy_to_group(x, self.group))
 
 
 class _WeightSummed(Linear):
     group: Any = None
 
     def project(self, x: Tensor) -> Tensor:
-        return F.linear(x, copy_to_group(self.weight, self.group))
+        return F.linear(x, collectives.copy_to_group(self.weight, self.group))
 
 
 def _grouped(cls: Any, **how: Any) -> Callable[..., Linear]:

@@ -12,20 +12,9 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence, packaged_evidence
-from spbench.bench.tools.papers import reproductions
+from spbench.bench.tools.papers import document, reproductions
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import frame_of, read_comparisons, read_csv, read_records
-from spbench.bench.tools.papers.document import (
-    DETAILS_FOLDER,
-    FIRST_PAGE,
-    LENGTHS_PAGE,
-    SUMMARY_PAGE,
-    TIMES_PAGE,
-    TRUST_PAGE,
-    check_documents,
-    headline_lines,
-    rendered_documents,
-)
 from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, summary
 from spbench.bench.tools.papers.paper_findings import PaperFindings, markdown
 from spbench.bench.tools.papers.past_errors import (
@@ -41,7 +30,7 @@ from spbench.bench.yaml_files import read_yaml
 from tests.tools.packaged import packaged_scenario, scenarios_of_papers
 
 ROOT = Path(__file__).parents[3]
-FILES = ROOT / DETAILS_FOLDER
+FILES = ROOT / document.DETAILS_FOLDER
 PAPERS = [*papers()]
 KEY = ["table", "cell", "quantity", "variant"]
 SAME = ["published", "role", "source"]
@@ -93,9 +82,9 @@ def test_the_committed_texts_are_what_the_committed_files_give(
     """`spbench reproduce PAPER --write` makes all of them; one committed without another is found out."""
     monkeypatch.chdir(ROOT)
     found = findings(paper)
-    check_documents(paper, found.scenarios)
-    documents = rendered_documents(found)
-    assert [*documents][2:] == {"field": [LENGTHS_PAGE]}.get(paper, [])
+    document.check_documents(paper, found.scenarios)
+    documents = document.rendered_documents(found)
+    assert [*documents][2:] == {"field": [document.LENGTHS_PAGE]}.get(paper, [])
     for path, text in documents.items():
         assert path.read_text() == text, path
     assert all(run["failed"] == "0" for run in found.runs)
@@ -113,16 +102,18 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
     assert Evidence(**json.loads(written[CERTAINTY_FILE])) == packaged_evidence()
     assert output.content["model"] == packaged_model().as_dict()
-    assert markdown(output.records) in TIMES_PAGE.read_text()
+    assert markdown(output.records) in document.TIMES_PAGE.read_text()
     files = [
-        path for name in (*papers(), *WITHOUT_RATES) if (path := DETAILS_FOLDER / f"{name}.csv").exists()
+        path
+        for name in (*papers(), *WITHOUT_RATES)
+        if (path := document.DETAILS_FOLDER / f"{name}.csv").exists()
     ]
-    assert markdown(class_lines(counted_times(files))) in TRUST_PAGE.read_text()
-    assert markdown(output.content["verdicts"]) in SUMMARY_PAGE.read_text()
+    assert markdown(class_lines(counted_times(files))) in document.TRUST_PAGE.read_text()
+    assert markdown(output.content["verdicts"]) in document.SUMMARY_PAGE.read_text()
     trained, oom = output.content["verdicts"]
     assert (
         f"Of {oom['runs']} published runs that ran out of memory {oom['no']} are *no*, {oom['tight']} *tight*"
-        in TRUST_PAGE.read_text()
+        in document.TRUST_PAGE.read_text()
     )
     assert oom["fits"] <= 1
     assert trained["fits"] >= 0.85 * trained["runs"]
@@ -131,17 +122,17 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
 def test_pages_have_the_errors_of_all_committed_files() -> None:
     """`spbench reproduce PAPER --write` writes them anew."""
     lines = trust_lines(FILES)
-    assert markdown(lines) in (ROOT / FIRST_PAGE).read_text()
+    assert markdown(lines) in (ROOT / document.FIRST_PAGE).read_text()
     times = counted_times([*(FILES / f"{name}.csv" for name in papers()), FILES / "datasheets.csv"])
     assert sum(line["numbers"] for line in lines if "step" in line["quantity"]) == len(times)
-    assert markdown(headline_lines(FILES)) in (ROOT / SUMMARY_PAGE).read_text()
+    assert markdown(document.headline_lines(FILES)) in (ROOT / document.SUMMARY_PAGE).read_text()
 
 
 def test_the_page_has_the_errors_of_the_committed_cases() -> None:
     """`spbench reproduce megatron_cases` prints them."""
     decided = [line for line in read_csv(FILES / f"{CASES}_errors.csv")[1] if not line["departs"]]
     lines = [{**line, "error": float(line["error"])} for line in decided]
-    assert markdown(of_all_machines([*summary(lines)])) in (ROOT / TRUST_PAGE).read_text()
+    assert markdown(of_all_machines([*summary(lines)])) in (ROOT / document.TRUST_PAGE).read_text()
 
 
 def test_each_saving_by_a_recomputed_module_is_within_a_quarter_of_a_gb() -> None:
@@ -171,7 +162,7 @@ def test_the_page_links_to_what_is_there(paper: str) -> None:
 
 
 def test_the_page_is_a_page() -> None:
-    text = (ROOT / SUMMARY_PAGE).read_text()
+    text = (ROOT / document.SUMMARY_PAGE).read_text()
     assert len(text.splitlines()) < 160
     assert len(text.split()) <= 2030
 

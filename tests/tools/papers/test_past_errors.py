@@ -13,6 +13,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.tools.papers import past_errors
 from spbench.bench.tools.papers.comparison import frame_of, read_csv, write_csv
 from spbench.bench.tools.papers.document import write_part
 from spbench.bench.tools.papers.megatron_cases import (
@@ -23,16 +24,6 @@ from spbench.bench.tools.papers.megatron_cases import (
     cases,
     departures,
     varies_by,
-)
-from spbench.bench.tools.papers.past_errors import (
-    class_lines,
-    counted_times,
-    log_errors,
-    observations,
-    order_lines,
-    orders,
-    time_lines,
-    with_cells,
 )
 from tests.grid import tabled
 
@@ -50,7 +41,7 @@ def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> dict
 
 def test_errors_are_of_times_whatever_was_published() -> None:
     both = frame_of([record(), record(quantity="throughput_tokens_per_s")])
-    assert log_errors(both) == pytest.approx([math.log(1.1), -math.log(1.1)])
+    assert past_errors.log_errors(both) == pytest.approx([math.log(1.1), -math.log(1.1)])
 
 
 def test_times_to_which_nothing_was_fitted_count_once(tmp_path: Path) -> None:
@@ -64,21 +55,21 @@ def test_times_to_which_nothing_was_fitted_count_once(tmp_path: Path) -> None:
         record("x.csv:6:step_ms", cell="g", bound="", rates=""),
     ]
     path = write_csv(frame_of(lines), tmp_path / "field.csv")
-    assert [*counted_times([path])["cell"]] == ["a", "c"]
+    assert [*past_errors.counted_times([path])["cell"]] == ["a", "c"]
     # the same number on a datasheet is another time
-    assert len(counted_times([path, path])) == 4
+    assert len(past_errors.counted_times([path, path])) == 4
 
 
 def test_files_of_before_do_not_say_what_times_rest_on(tmp_path: Path) -> None:
     path = tmp_path / "field.csv"
     path.write_text("table,published\nt,1\n")
     with pytest.raises(UserError, match="no column 'rates'"):
-        counted_times([path])
+        past_errors.counted_times([path])
 
 
 def test_sources_are_who_measured() -> None:
     files = ("usp_end_to_end.csv:1:step_ms", "lasp_speed.csv:1:x", "lasp_scalability.csv:1:y")
-    found = observations(frame_of(record(source) for source in files), {})
+    found = past_errors.observations(frame_of(record(source) for source in files), {})
     assert [*found["source"]] == ["USP's authors with Megatron-LM", "LASP", "LASP"]
     assert {*found["alike"]} == {""}
 
@@ -92,7 +83,9 @@ def test_each_source_has_a_line_with_its_errors_order_and_coverage() -> None:
         record("rsa_table4.csv:1:x", published=100.0, reproduced=200.0, rates="fitted"),
     ]
     records = frame_of(lines)
-    usp, upipe, sourced, rsa, fitted, whole = time_lines(records, {each.key: each for each in split})
+    usp, upipe, sourced, rsa, fitted, whole = past_errors.time_lines(
+        records, {each.key: each for each in split}
+    )
     assert (usp["times"], usp["median error"], usp["worst"]) == (2, "13.3%", "16.7%")
     assert (usp["runs compared"], usp["tau"], usp["our best from the best"]) == (1, "-1.00", "20.0%")
     assert usp["within 80% intervals"] == "0 of 2"  # of 1%, which UPipe's errs
@@ -100,7 +93,7 @@ def test_each_source_has_a_line_with_its_errors_order_and_coverage() -> None:
     assert (sourced["times"], sourced["within 80% intervals"]) == (3, "50%")
     assert (rsa["rates"], rsa["bias"], rsa["within 80% intervals"]) == ("fitted", "+100.0%", "0 of 1")
     assert (fitted["within 80% intervals"], whole["within 80% intervals"]) == ("0%", "33%")
-    of_class, of_fitted = class_lines(records)
+    of_class, of_fitted = past_errors.class_lines(records)
     assert (of_class["rates"], of_class["times (sources)"], of_class["in 80% intervals"]) == (
         "sourced",
         "3 (2)",
@@ -135,7 +128,7 @@ def timed(of: Cell, published: float | None, ours: float | None) -> dict[str, An
 def test_tau(pairs: list[tuple[float, float]], tau: float) -> None:
     split = [cell(), cell(strategy="ring_attention"), cell(sizes={"sp": 2, "cp": 2})]
     times = frame_of(timed(of, *pair) for of, pair in zip(split, pairs, strict=True))
-    (order,) = orders(with_cells(times, {c.key: c for c in split})).itertuples()
+    (order,) = past_errors.orders(past_errors.with_cells(times, {c.key: c for c in split})).itertuples()
     assert order.tau == pytest.approx(tau, nan_ok=True)
 
 
@@ -145,7 +138,7 @@ def test_splits_of_one_run_are_set_in_order() -> None:
     other = cell(seq_len=128)  # of which there is one split
     elsewhere = cell(cluster="dgx-a100")  # likewise
     records = [timed(of, *times) for of, times in zip(split, [(10, 12), (20, 11), (30, 40)], strict=True)]
-    (line,) = order_lines(
+    (line,) = past_errors.order_lines(
         frame_of([*records, timed(other, 1, 1), timed(elsewhere, 1, 1)]),
         {c.key: c for c in (*split, other, elsewhere)},
     )
@@ -160,7 +153,7 @@ def test_splits_without_a_time_and_recomputation_are_no_splits() -> None:
     plain = cell(model="causal-transformer-tiny", model_options={"recompute": "none"})
     ring = cell(strategy="ring_attention")
     records = [timed(again, 1, 2), timed(plain, 2, 3), timed(cell(), 1, 2), timed(ring, None, 3)]
-    assert order_lines(frame_of(records), {c.key: c for c in (again, plain, cell(), ring)}) == []
+    assert past_errors.order_lines(frame_of(records), {c.key: c for c in (again, plain, cell(), ring)}) == []
 
 
 ROOT = Path(__file__).parents[3]

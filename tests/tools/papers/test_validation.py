@@ -7,15 +7,9 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.tools.papers import validation
 from spbench.bench.tools.papers.comparison import frame_of, joined, read_comparisons
 from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers, published_file
-from spbench.bench.tools.papers.validation import (
-    PREDICTORS_FILE,
-    ladder_lines,
-    predictor_errors,
-    trust_lines,
-    validation_lines,
-)
 
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / "results" / "reproduction"
@@ -51,7 +45,7 @@ def test_errors_are_counted_by_source_and_quantity() -> None:
         record(f"{B200}:2:real_ms", "step_time_ms", 0.5),
         record("megatron_lm_goldens.csv:4:iter_s", "step_time_ms", 0.2, "calibrated"),
     ]
-    goldens, memory, time, *others = validation_lines(frame_of(records))
+    goldens, memory, time, *others = validation.validation_lines(frame_of(records))
     assert list(goldens.values()) == [
         *("Megatron-LM's functional tests, 8 A100, H100 or GB200", "step time", 1),
         *("20.0%", "20.0%", "1 calibrated", ""),
@@ -66,13 +60,13 @@ def test_errors_are_counted_by_source_and_quantity() -> None:
         ("step time", "", "", "", "", "Phantora, as it states: mean 3% to 7%"),
         ("step time", "", "", "", "", "vTrain, as it states: mean 14.7%"),
     ]
-    line, *_ = validation_lines(frame_of([record(f"{B200}:2:real_ms", "step_time_ms", None)]))
+    line, *_ = validation.validation_lines(frame_of([record(f"{B200}:2:real_ms", "step_time_ms", None)]))
     assert list(line.values())[1:6] == ["step time", 0, "", "", "1 predicted"]
 
 
 def test_what_simumax_says_of_the_same_rows_is_computed() -> None:
-    others = published_file(PREDICTORS_FILE).rows
-    memory, time = (predictor_errors(other) for other in others if other["file"] == B200)
+    others = published_file(validation.PREDICTORS_FILE).rows
+    memory, time = (validation.predictor_errors(other) for other in others if other["file"] == B200)
     assert len(time) == len(memory) == 12
     # 828.76 ms for 843.0, 66.44 GiB for 66.55
     assert time[0] == pytest.approx(1 - 828.76 / 843.0)
@@ -97,7 +91,7 @@ def test_every_file_of_measurements_has_its_source() -> None:
 
 def test_formulas_by_a_papers_convention_are_not_counted_as_sent_bytes() -> None:
     """LASP's Table 1 counts other methods by a convention of its own, and is 800% off."""
-    (line,) = (line for line in trust_lines(FILES) if line["quantity"].startswith("bytes sent"))
+    (line,) = (line for line in validation.trust_lines(FILES) if line["quantity"].startswith("bytes sent"))
     assert (line["worst"], line["role"]) == ("0%", f"{line['numbers']} formula")
     records = joined(read_comparisons(FILES / f"{paper}.csv") for paper in ("rsa", "lasp", "dsp"))
     assert 0 < line["numbers"] < (records["role"] == "formula").sum()
@@ -121,7 +115,7 @@ def test_a_line_for_each_rung_with_what_its_switch_costs() -> None:
         price("H100, gpus 1, all over none, 32K", 1.81),
     ]
     tables = ("alst: H100, gpus 8, loss", "alst: H100, gpus 8, loss + Ulysses", "other: H100, gpus 8, loss")
-    assert ladder_lines(frame_of([*prices, *({**ALST, "table": table} for table in tables)])) == [
+    assert validation.ladder_lines(frame_of([*prices, *({**ALST, "table": table} for table in tables)])) == [
         {
             "on": "H100, 8",
             "switches": "loss",
@@ -143,5 +137,5 @@ def test_every_price_of_the_scenario_stands_in_the_table() -> None:
     """A ratio whose name is no rung's would be left out."""
     records = read_comparisons(FIELD).query("scenario == 'max_seqlen_today'")
     ratios = records[records["quantity"] == "ratio"]
-    shown = [line["step"] for line in ladder_lines(records)]
+    shown = [line["step"] for line in validation.ladder_lines(records)]
     assert len(ratios) == sum(text.count("%") for text in shown) == 8

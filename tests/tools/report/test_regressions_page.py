@@ -14,15 +14,7 @@ from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.report.drawings import history_figure
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.pages import papers_page
-from spbench.bench.tools.report.pages.regressions_page import (
-    changes,
-    gates,
-    history_drawings,
-    is_notable,
-    pages,
-    quiet_table,
-)
+from spbench.bench.tools.report.pages import papers_page, regressions_page
 from tests.tools.changes.records import Cell, cell, commit, nightly
 from tests.tools.changes.rows import folder as write
 from tests.tools.changes.rows import raw
@@ -37,7 +29,7 @@ def row(key: str, peak: int = 1000, status: str = "ok") -> dict[str, Any]:
 
 
 def page_of(results: Path, history: Path | None = None) -> str:
-    (page,) = pages(Gathered(results, results / "baseline", history, [], []))
+    (page,) = regressions_page.pages(Gathered(results, results / "baseline", history, [], []))
     return str(page.rendered()[page.path])
 
 
@@ -56,7 +48,7 @@ def results(tmp_path: Path) -> Path:
 
 
 def test_planted_changes_are_listed_the_worst_first(results: Path) -> None:
-    gate, other = gates(results / "baseline", results / "runs")
+    gate, other = regressions_page.gates(results / "baseline", results / "runs")
     assert gate.judgement is not None
     assert gate.judgement.fails
     assert dict(gate.counts) == {"worse": 2, "missing": 1, "better": 1, "new": 1, "equal": 1}
@@ -105,7 +97,7 @@ def test_nothing_is_green_that_was_not_run(results: Path) -> None:
 
 def test_the_overview_counts_what_changed(results: Path) -> None:
     gathered = Gathered(results, results / "baseline", None, [], [])
-    (change,) = changes(gathered)
+    (change,) = regressions_page.changes(gathered)
     counts = {name: change.counts[name] for name in ("worse", "better", "new", "judged")}
     assert (counts, change.against) == (
         {"worse": 3, "better": 1, "new": 1, "judged": 6},
@@ -113,13 +105,13 @@ def test_the_overview_counts_what_changed(results: Path) -> None:
     )
     assert change.worst[0] == ("worse: status", "regressions.html#gate-gate")
     (results / "runs" / "gate" / "cells.jsonl").unlink()
-    (change,) = changes(gathered)
+    (change,) = regressions_page.changes(gathered)
     assert (change.word, change.problem) == (
         "Not run",
         "nothing was run beside the baselines (0 of 2 baselines)",
     )
     (results / "runs" / "gate" / "cells.jsonl").write_text("{")  # which its own page says too
-    (change,) = changes(gathered)
+    (change,) = regressions_page.changes(gathered)
     assert change.word == "Not judged"
     assert "not a result row" in change.problem
 
@@ -187,20 +179,20 @@ def assessed(folder: Path) -> list[Assessment]:
 
 def test_series_with_steps_or_targets_are_drawn_and_others_are_lines(history: Path) -> None:
     assessments = assessed(history)
-    (drawing,) = history_drawings(assessments)
+    (drawing,) = regressions_page.history_drawings(assessments)
     assert drawing.drawn is not None
     words = re.findall(r">(big|worse|better)<", drawing.drawn.content.decode())
     assert words == ["big", "worse", "better"]
-    quiet = quiet_table(assessments)
+    quiet = regressions_page.quiet_table(assessments)
     assert quiet is not None
     levels = {(line["metric"], line["cell"]): line["last"] for line in quiet.rows}
     assert levels["peak_memory_bytes", "same"] == "100"
     assert ("peak_memory_bytes", "worse") not in levels
-    assert [*history_drawings(assessments, quiet=True)] == []  # all are exact
+    assert [*regressions_page.history_drawings(assessments, quiet=True)] == []  # all are exact
 
 
 def test_a_step_is_marked_between_its_commits(history: Path) -> None:
-    of = {each.series.cell: each for each in assessed(history) if is_notable(each)}
+    of = {each.series.cell: each for each in assessed(history) if regressions_page.is_notable(each)}
     shorts = [record.commit.short for record in read_history(history).records]
     places = {record.commit.hash: at for at, record in enumerate(read_history(history).records)}
     panels = dict(zip(of, history_figure([*of.values()], places).axes, strict=True))
@@ -215,7 +207,7 @@ def test_a_step_is_marked_between_its_commits(history: Path) -> None:
     across, values = marks("worse")["values"].get_data()
     assert [*across] == list(range(COMMITS))
     assert [*values] == [105 if at >= 33 else 100 for at in range(COMMITS)]
-    (drawing,) = history_drawings(assessed(history))
+    (drawing,) = regressions_page.history_drawings(assessed(history))
     lines = {line["cell"]: line for line in drawing.rows}
     assert lines["big"]["target"] == "at most 800: MISSED"
     step = f"regression, stands: +5.00% (100 to 105) in {shorts[32]}..{shorts[33]}"
@@ -228,7 +220,7 @@ def test_a_step_is_marked_between_its_commits(history: Path) -> None:
 def test_the_ends_of_a_series_are_named_once(tmp_path: Path) -> None:
     folder = recorded(tmp_path, lambda n: {"big": 900}, commits=1)
     (folder / "targets.yaml").write_text("targets: [{cell: big, metric: peak_memory_bytes, value: 800}]\n")
-    (of,) = (each for each in assessed(folder) if is_notable(each))
+    (of,) = (each for each in assessed(folder) if regressions_page.is_notable(each))
     (panel,) = history_figure([of], {of.series.points[0].commit.hash: 0}).axes
     assert [text.get_text() for text in panel.get_xticklabels()] == [f"{commit(0).hash[:7]}\n2026-01-01"]
 
@@ -238,13 +230,13 @@ def test_the_overview_says_what_came_with_the_newest_commit(tmp_path: Path) -> N
         return lambda n: {"a": 105 if n >= last else 100, "b": 90 if n >= last else 100, "c": 100}
 
     newest = recorded(tmp_path / "newest", values(COMMITS - 1))
-    _, change = changes(Gathered(tmp_path, tmp_path, newest, [], []))
+    _, change = regressions_page.changes(Gathered(tmp_path, tmp_path, newest, [], []))
     assert re.fullmatch(r"commit [0-9a-f]{7} of 2026-02-28", change.since)
     assert change.counts == {"judged": 6, "worse": 1, "better": 1, "new": 0, "standing": 1}
     assert change.worst == [("a: peak_memory_bytes", "regressions.html#history")]
     # an older regression stands, but is no news
     older = recorded(tmp_path / "older", values(30))
-    _, change = changes(Gathered(tmp_path, tmp_path, older, [], []))
+    _, change = regressions_page.changes(Gathered(tmp_path, tmp_path, older, [], []))
     assert change.counts == {"judged": 6, "worse": 0, "better": 0, "new": 0, "standing": 1}
 
 
