@@ -206,7 +206,7 @@ class RankAnswer:
 
     rank: int
     value: Any = None
-    status: Literal["ok", "failed", "oom", "unsupported"] = "ok"
+    status: Literal["ok"] | Fate = "ok"
     place: int = 0
     text: str = ""
     raised: str = ""

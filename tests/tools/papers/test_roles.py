@@ -163,7 +163,8 @@ def test_the_cells_that_packaged_clusters_were_fitted_on_are_the_calibrated_ones
         scenario = packaged_scenario(name)
         for cells in scenario.cells.values():
             found |= {c.cell for c in compare(scenario, cells, {}) if c.role == "calibrated"}
-    assert found == fitted
+    # hosts of Megatron-LM's tests are also fitted on cases that no scenario has (scripts/host_figures.py)
+    assert fitted - {key for key in fitted if "-megatron-tests/" in key} <= found <= fitted
 
 
 def test_what_packaged_clusters_were_inferred_from_is_there() -> None:
