@@ -31,27 +31,13 @@ from tests.cells import make_cell
 from tests.impls.backends.one_device import LENGTH
 from tests.measure.verify.assertions import assert_green
 
-NOTHING_KEPT = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "no prefetch": NOTHING_KEPT | {"stage3_prefetch_bucket_size": 0, "overlap_comm": False},
-    "prefetch": NOTHING_KEPT | {"stage3_prefetch_bucket_size": 5000, "reduce_bucket_size": 4000},
-    "reuse": {
-        "stage3_param_persistence_threshold": 100,
-        "stage3_max_reuse_distance": 20000,
-        "stage3_prefetch_bucket_size": 3000,
-        "stage3_max_live_parameters": 30000,
-        "contiguous_gradients": False,
-        "sub_group_size": 0,
-        "implementation": "foreach",
-        "reduce_dtype": "fp32",
-    },
-}
+RECORDED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SENT: dict[str, list[int]] = RECORDED["sent"]
 LLAMA = {"separate_projections": True}
 
 
 @pytest.mark.parametrize("model_options", [LLAMA, LLAMA | {"recompute": "full"}], ids=["once", "again"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", RECORDED["checked"].values(), ids=RECORDED["checked"])
 def test_gradients_and_bytes_are_right(
     pool: RankPool, options: Mapping[str, Any], model_options: Mapping[str, Any]
 ) -> None:
@@ -66,17 +52,8 @@ def test_gradients_and_bytes_are_right(
     assert_green(pool, case, 2)
 
 
-SENT: dict[str, list[int]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 SIZES = {"layers": 3, "hidden": 64, "inner": 192, "heads": 4, "kv_heads": 2, "vocabulary": 512}
 SIZES |= LLAMA | {"recompute": "full", "recompute_early_stop": True}
-#: those of deepspeed_collectives.py
-LIKE_SENT = {
-    "reduce_bucket_size": 25_000,
-    "stage3_param_persistence_threshold": 100,
-    "stage3_max_reuse_distance": 30_000,
-    "stage3_prefetch_bucket_size": 10_000,
-    "stage3_max_live_parameters": 80_000,
-}
 
 
 def test_each_gather_of_deepspeed_is_a_run_of_weights_in_our_order() -> None:
@@ -86,7 +63,7 @@ def test_each_gather_of_deepspeed_is_a_run_of_weights_in_our_order() -> None:
         module = model.build(strategy_class("single")(Place({})), 8, ONE_STAGE)
     names = {p: name for name, p in module.named_parameters()}
     uses, elements = uses_in_order(module, names), {name: p.numel() for p, name in names.items()}
-    coordinator = Coordinator(elements, flat_uses(uses), DeepSpeedZero3Options(**LIKE_SENT))
+    coordinator = Coordinator(elements, flat_uses(uses), DeepSpeedZero3Options(**RECORDED["options"]))
     ours: dict[str, list[int]] = {"forward": [], "backward": []}
     for backward, name in replayed(coordinator, uses):
         ours["backward" if backward else "forward"].append(elements[name] * 2)
@@ -97,7 +74,7 @@ def test_each_gather_of_deepspeed_is_a_run_of_weights_in_our_order() -> None:
 
 
 def test_sums_and_the_norm_are_sent_as_deepspeed_does() -> None:
-    training = {"backend": "deepspeed_zero3", "micro_batches": 1, **LIKE_SENT}
+    training = {"backend": "deepspeed_zero3", "micro_batches": 1, **RECORDED["options"]}
     sizes = {"sizes": {"dp": 2}, "mesh": ["dp"], "training": training}
     asked = make_cell("llama3-8b", "single", {}, 2, 8, "bf16", model_options=SIZES, **sizes)
     program = tracing.trace(asked, events=True).program
@@ -116,7 +93,8 @@ def test_sums_and_the_norm_are_sent_as_deepspeed_does() -> None:
 def test_deepspeed_still_sends_this(tmp_path: Path) -> None:
     for package in ("deepspeed", "transformers"):
         pytest.importorskip(package)
-    script, out = Path(__file__).with_name("deepspeed_collectives.py"), tmp_path / "sent.yaml"
+    script = Path(__file__).parents[3] / "scripts" / "deepspeed_collectives.py"
+    out = tmp_path / "sent.yaml"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), str(out)]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     assert yaml.safe_load(out.read_text()) == SENT

@@ -1,6 +1,8 @@
 """Writes the collectives of a micro-batch under DeepSpeed's ZeRO-3, as YAML, for test_deepspeed_zero3.yaml.
 
-DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 tests/impls/backends/deepspeed_collectives.py OUT
+    DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 scripts/deepspeed_collectives.py OUT
+
+The options of stage 3 are those of that file.
 """
 
 import sys
@@ -16,9 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-STAGE_3 = {"stage": 3, "reduce_bucket_size": 25_000, "stage3_param_persistence_threshold": 100}
-STAGE_3 |= {"stage3_prefetch_bucket_size": 10_000, "stage3_max_reuse_distance": 30_000}
-STAGE_3 |= {"stage3_max_live_parameters": 80_000}
+RECORDED = Path(__file__).parents[1] / "tests" / "impls" / "backends" / "test_deepspeed_zero3.yaml"
+STAGE_3 = {"stage": 3, **yaml.safe_load(RECORDED.read_text(encoding="utf-8"))["options"]}
 
 sent: dict[str, list[int]] = {}
 phase = ["forward"]
