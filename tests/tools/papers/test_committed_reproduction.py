@@ -5,6 +5,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spbench.bench import measure
@@ -12,17 +13,11 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence, packaged_evidence
-from spbench.bench.tools.papers import document, reproductions
+from spbench.bench.tools.papers import document, past_errors, reproductions
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import frame_of, read_comparisons, read_csv, read_records
 from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, summary
 from spbench.bench.tools.papers.paper_findings import PaperFindings, markdown
-from spbench.bench.tools.papers.past_errors import (
-    WITHOUT_RATES,
-    class_lines,
-    counted_times,
-    orders_by_scenario,
-)
 from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.validation import trust_lines
@@ -72,7 +67,9 @@ def loaded() -> dict[str, list[Scenario]]:
 def findings(paper: str) -> PaperFindings:
     records, runs = read_comparisons(FILES / f"{paper}.csv"), read_records(FILES / f"{paper}_runs.csv")
     documents = {scenario.name: scenario.document for scenario in loaded()[paper]}
-    return PaperFindings(paper, records, runs, documents, orders_by_scenario(loaded()[paper], records))
+    return PaperFindings(
+        paper, records, runs, documents, past_errors.orders_by_scenario(loaded()[paper], records)
+    )
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -103,12 +100,13 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     assert Evidence(**json.loads(written[CERTAINTY_FILE])) == packaged_evidence()
     assert output.content["model"] == packaged_model().as_dict()
     assert markdown(output.records) in document.TIMES_PAGE.read_text()
-    files = [
-        path
-        for name in (*papers(), *WITHOUT_RATES)
-        if (path := document.DETAILS_FOLDER / f"{name}.csv").exists()
-    ]
-    assert markdown(class_lines(counted_times(files))) in document.TRUST_PAGE.read_text()
+    files = [document.DETAILS_FOLDER / f"{name}.csv" for name in (*papers(), *past_errors.WITHOUT_RATES)]
+    times = past_errors.counted_times(filter(Path.exists, files))
+    factors = np.exp(past_errors.log_errors(times))
+    half, twice = np.median(abs(factors - 1)), (abs(np.log2(factors)) >= 1).sum()
+    said = f"Half of {len(factors):,} published steps are predicted within {half:.1%}. For {twice} of them"
+    for part in (said, markdown(past_errors.class_lines(times))):
+        assert part in document.TRUST_PAGE.read_text()
     assert markdown(output.content["verdicts"]) in document.SUMMARY_PAGE.read_text()
     trained, oom = output.content["verdicts"]
     assert (
@@ -123,7 +121,9 @@ def test_pages_have_the_errors_of_all_committed_files() -> None:
     """`spbench reproduce PAPER --write` writes them anew."""
     lines = trust_lines(FILES)
     assert markdown(lines) in (ROOT / document.FIRST_PAGE).read_text()
-    times = counted_times([*(FILES / f"{name}.csv" for name in papers()), FILES / "datasheets.csv"])
+    times = past_errors.counted_times(
+        [*(FILES / f"{name}.csv" for name in papers()), FILES / "datasheets.csv"]
+    )
     assert sum(line["numbers"] for line in lines if "step" in line["quantity"]) == len(times)
     assert markdown(document.headline_lines(FILES)) in (ROOT / document.SUMMARY_PAGE).read_text()
 
