@@ -30,8 +30,8 @@ from spbench.impls import DiscoveryError, FunctionModules, exits_refused, instal
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
 
 _NO_MEMORY = "this process may use too little memory (ulimit -v, a container's limit)"
-#: messages of the linker if memory is short
-_UNLOADABLE = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
+#: messages of the linker, and of an extension that cannot even make an exception, if memory is short
+_SHORT = ("failed to map segment", "annot allocate memory", "error return without exception set")
 
 #: the errors that only writing raises
 _OF_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
@@ -166,7 +166,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     except MemoryError as error:
         return _complain(f"{_NO_MEMORY}: {error}".removesuffix(": "), 2, traced=True)
     except Exception as error:
-        if isinstance(error, ImportError) and any(words in str(error) for words in _UNLOADABLE):
+        if isinstance(error, ImportError | SystemError) and any(words in str(error) for words in _SHORT):
             return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
         if isinstance(error, OSError) and error.filename is not None:
             doing = "cannot write " if error.errno in _OF_WRITING else ""

@@ -236,13 +236,12 @@ def verify_case(
     try:
         plan = case.strategy.configured(impls.Place({**sizes, **case.folds}), case.options)
         plan.check(case.model.sites(case.batch, case.seq_len, plan.vocabulary_parts))
-    except impls.Unsupported as unsupported:
-        return replace(row, status="unsupported", reason=str(unsupported))
-    try:
         backend = shared_backend(row.size, device)
         if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
             row = replace(row, bytes=EQUAL)
         findings = pool.run(sizes, check_rank, case, timeout_s=timeout_s, device=device, backend=backend)
+    except impls.Unsupported as unsupported:
+        return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
         if failed.status == "unsupported":
             return replace(row, status="unsupported", reason=failed.reason)

@@ -79,7 +79,7 @@ def _counts(cell: Cell) -> list[int]:
     """A step's numbers of operators that launch kernels, of views, nodes of autograd, and module calls."""
     program = measure.trace_rank(cell, events=True).program
     assert program is not None
-    views, nodes, modules, _ = program.host.sum(0).tolist()
+    views, nodes, modules, *_ = program.host.sum(0).tolist()
     return [int((program.kind == measure.KERNEL).sum()), views, nodes, modules]
 
 

@@ -63,7 +63,7 @@ SURROUNDINGS = [
     ("PYTHON list clusters >&-", "standard output is closed", 2),
     slow("PYTHON run --scenario x 2>&-", "", 2),
     ("mkdir gone && cd gone && rmdir ../gone && PYTHON list clusters", "the working directory is gone", 2),
-    ("ulimit -v 600000 && PYTHON list strategies", "this process may use too little memory", 2),
+    ("ulimit -v 400000 && PYTHON list strategies", "this process may use too little memory", 2),
 ]
 
 
