@@ -46,9 +46,9 @@ from spbench.impls.observed_work import host_works
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
-#: what DeepSpeed's hooks cost the host for each weight in a forward and in a backward, in calls of a module:
-#: the medians of three runs of scripts/program_host.py, a Llama of 12 layers with and without DeepSpeed, as
-#: one of four ranks. Calls for streams and events, which DeepSpeed makes on a GPU only, are not among them
+#: what DeepSpeed's hooks cost the host for each weight in a forward and in a backward, in calls of a module,
+#: on a busy machine, where scripts/program_host.py gave 76 and 57 later (a Llama of 12 layers, one of four
+#: ranks). Calls for streams and events, which DeepSpeed makes on a GPU only, are not among them
 FORWARD_CALLS, BACKWARD_CALLS = 78, 62
 
 _preserving_version = torch.autograd._unsafe_preserve_version_counter
