@@ -125,10 +125,9 @@ def _of_ray(words: Sequence[str]) -> dict[str, str]:
     """The variables that `ray job submit --runtime-env-json=JSON` sets; none if the JSON is not known."""
     texts = [word.partition("=")[2] for word in words if word.startswith("--runtime-env-json=")]
     try:
-        variables = json.loads(texts[0]).get("env_vars", {}) if texts else {}
-    except ValueError:
+        return {name: str(value) for name, value in json.loads(texts[0])["env_vars"].items()}
+    except (AttributeError, LookupError, TypeError, ValueError):  # no JSON, or of another shape
         return {}
-    return {name: str(value) for name, value in variables.items()}
 
 
 def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
