@@ -1,7 +1,5 @@
 """The error that every part of bench raises where the user can mend the cause, and text for messages."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import reprlib

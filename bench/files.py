@@ -6,8 +6,6 @@ of clusters are often on NFS, where SQLite must not be used. In this cache a val
 whole or not at all, and only keys with the same first two digits share a lock.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import errno

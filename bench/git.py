@@ -1,7 +1,5 @@
 """Questions to git: the commit of a folder, the time of a commit; and checkouts of commits in new folders."""
 
-from __future__ import annotations
-
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence

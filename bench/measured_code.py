@@ -5,8 +5,6 @@ comparison with the checkout of spbench around a folder, whose code may differ.
 change of the checkout is neither run nor judged; an editable install imports the checkout itself.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A measurement, the numbers that an engine returns for a cell, and an outcome, the result of running it."""
 
-from __future__ import annotations
-
 from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self

@@ -1,7 +1,5 @@
 """A row, the result of a cell: its schema, and how a line of a results file is read and written."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

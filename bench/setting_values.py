@@ -7,8 +7,6 @@ Training programs are here too, and stand-ins: work that is simulated in place o
 runs. Steps with stand-ins were measured to take longer, so the intervals of their times are wider.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction

@@ -4,8 +4,6 @@ Times, bytes, rates and shares have three significant digits, because more digit
 functions that columns of tables use (:class:`command_line.output.Column`) return None for None.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

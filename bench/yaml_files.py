@@ -4,8 +4,6 @@ several kinds of file share: published numbers, and settings that were chosen by
 This module does not import torch, so that lists of declarations are quick.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ Words are read by the core schema of YAML 1.2, so that ``060`` is 60 and not 48,
 Tags are refused, because they construct other objects than the plain values that schemas describe.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

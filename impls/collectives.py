@@ -25,8 +25,6 @@ All functions call torch.distributed's own collectives on the group that is pass
 NCCL, Gloo and the fake group, and a meter that observes the c10d operators sees all messages.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -7,8 +7,6 @@ the first and the last stage hold a copy each of the tied word embedding and add
 :func:`experts_traffic` is the closed form of blocks of experts, which have the same axes in every strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

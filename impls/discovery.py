@@ -4,8 +4,6 @@ A class or preset is added by a file in a package, by an entry point of another 
 the user's (:mod:`spbench.impls.loose_files`); no list names it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

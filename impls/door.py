@@ -4,8 +4,6 @@ The package's ``__init__.pyi``, which type checkers read too, has a line for eac
 ``from MODULE import NAME as NAME``.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from functools import cache

@@ -10,8 +10,6 @@ for ETP ranks along etp and EP along ep. So folded axes add no ranks: a mapping 
 axes of the mesh, and the number of ranks is that of the mesh.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -6,8 +6,6 @@ on tensors of the same shapes. So do the micro-batches of a pipeline's steady st
 a trace (:mod:`measure.trace.repeated_steps`) can run a few steps and derive the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar

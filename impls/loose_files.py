@@ -9,8 +9,6 @@ An error in such code is reported as the code's fault. The code must not end a c
 strategy that calls ``sys.exit(0)`` would then look verified.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import os

@@ -9,8 +9,6 @@ the hooks of another program, which this suite does not run, says here how long 
 module, so that the host's rate is the cluster's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar

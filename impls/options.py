@@ -1,7 +1,5 @@
 """Options of models, strategies and backends: frozen dataclasses, whose fields a scenario may set."""
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace

@@ -3,8 +3,6 @@
 Rings go one way, from each rank to the next; a message the other way is an :func:`exchange`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 

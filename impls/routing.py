@@ -7,8 +7,6 @@ a strategy that spreads positions in any order agrees with one device. This modu
 Letters: L positions, E experts, k experts a token.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

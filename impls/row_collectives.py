@@ -11,8 +11,6 @@ reduce_scatter_rows   reduce-scatter           all-gather                  parts
 Every rank knows all numbers of rows. Without a group, or with one rank, the functions do nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ the positions that a rank has and from options. A strategy gives each rank equal
 ranks have equally many tiles, and thus collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,8 +1,6 @@
 """The axes of panels (y: values, above a band for marks; x: lengths or GPUs), and the marks and notes of rows
 without a number."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

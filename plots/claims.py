@@ -1,7 +1,5 @@
 """The panel 'published and ours': every claim of a comparison table, with its relative error."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Bytes that a GPU sends in a training step, metered by phase, and their deviations from closed forms."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial

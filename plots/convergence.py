@@ -1,8 +1,6 @@
 """Loss curves of training runs in one panel, and their deviations from the run on one device: RSA
 (arXiv 2105.13120), Figure 6, and others."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Names written next to lines in their panels, instead of entries of a legend."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 

@@ -1,7 +1,5 @@
 """Figures of DSP (arXiv 2403.10266): throughput, latency, scaling, memory and communication of videos."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

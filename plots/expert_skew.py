@@ -1,7 +1,5 @@
 """Memory and time of models with experts, by how unevenly tokens choose experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Figures of `spbench fit` (a rank's memory over its steps), and of `spbench advise` (the parts of layouts'
 step times, and the fastest layouts by length and GPUs)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Figures of searches: the largest batch or sequence length that fits, by number of GPUs and strategy, or
 switch by switch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

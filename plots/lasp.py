@@ -1,7 +1,5 @@
 """Figures of LASP (arXiv 2404.02882) and LASP-2 (arXiv 2502.07563): over the length, and ablations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial

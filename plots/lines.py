@@ -1,8 +1,6 @@
 """Panels of lines: our numbers as lines, published numbers as hollow markers, and marks below for places
 without a number."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

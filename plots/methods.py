@@ -1,8 +1,6 @@
 """Comparisons of methods: throughput and peak memory over lengths, for any scenario with such measurements,
 and errors against float64 by number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The style of printed figures: widths, fonts and legend; and saving figures as files."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Rates by size: rates measured on a machine, and rates that simulate a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

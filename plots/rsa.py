@@ -1,7 +1,5 @@
 """Figures of RSA (arXiv 2105.13120) over the number of GPUs: throughput, pipeline stages and weak scaling."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

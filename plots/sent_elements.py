@@ -1,7 +1,5 @@
 """The data that a GPU sends for a layer, over lengths or GPUs: elements and formulas, or bytes and times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from pandas import DataFrame, isna

@@ -1,7 +1,5 @@
 """Result rows: their cells' fields, and how they are grouped into panels and lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,8 +1,6 @@
 """Figures of splits of GPUs over the axes of a mesh (memory, bytes by axis and time of the same work; longest
 sequence and largest batch), and of placements of packed documents."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 This module does not need matplotlib, so that web pages take the same colours from :func:`method_color`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import textwrap

@@ -7,8 +7,6 @@ question, and the table between the marks of that page. No trace is kept between
 are right on any machine; seconds by the clock are kept only if other programs used little of the machine.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import sys

@@ -7,8 +7,6 @@ Each job is answered first; then every pair of its switches that go together is 
 are only of the answer; set SPBENCH_CACHE to nothing, so that no trace is read from disk.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

@@ -7,8 +7,6 @@ MFU x datasheet FLOP/s x ranks x step time must be the FLOPs of the model's forw
 ratio is above 1 if ranks repeat or pad work. Exit code 1 if a row fails.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import defaultdict
 from pathlib import Path

@@ -8,8 +8,6 @@ bfloat16, of the plain-torch form, and of the least time that this card's own me
 code 1: an error is too large; 2: no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -7,8 +7,6 @@ differences, of a token's loss and of the squared gradient of all weights; the e
 LIMIT. (transformers computes RoPE's angles in float32.)
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Mapping

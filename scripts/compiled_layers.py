@@ -4,8 +4,6 @@ Dynamo refuses the project's layers, because a property of them uses ``super()``
 layer in torch's functions with the same weights.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from typing import Any

@@ -19,8 +19,6 @@ further variant begins. ``--predict`` writes compiled_predicted.csv, the same nu
 dgx-h100 and h200-sxm, whose peak is without the optimizer. Exit code 2: no GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

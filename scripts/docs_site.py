@@ -7,8 +7,6 @@ navigation links to the report, and the report's pages link back. Sphinx roles i
 (``:class:`Cell```) become links to the page of the API.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ along the files in the order of their first entry. The work of workers is counte
 cells once more in this process. Modules that all rooms use (:data:`EVERYWHERE`) are left out.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

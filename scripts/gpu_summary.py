@@ -7,8 +7,6 @@ and the peaks of the same rank on fake tensors. Exit code 1: a part failed, a st
 measured peak is further than PEAK_TOLERANCE from the virtual peak.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

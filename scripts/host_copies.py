@@ -10,8 +10,6 @@ have the system's setting ("new"). ``setting`` is that setting of transparent hu
 median over copies of all processes, with the least and the most. After S seconds (60) no further line begins.
 """
 
-from __future__ import annotations
-
 import argparse
 import mmap
 import multiprocessing

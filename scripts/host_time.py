@@ -11,8 +11,6 @@ layer's forward, and the peak during it. A cell that fails has a line with its e
 further cell begins.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -9,8 +9,6 @@ Collectives are left out only along their bytes, because each group has all size
 the calls of the largest m, length or bytes, each computed at the rate of the call with half of that size.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

@@ -2,8 +2,6 @@
 bytes, copies to and from the host, and calls that are timed on the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

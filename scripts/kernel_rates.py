@@ -8,8 +8,6 @@ seconds (120) no further call begins. With KIND, such as "unaligned matmul", onl
 measured, into a file of that name. Exit code 2: no GPU.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

@@ -7,8 +7,6 @@ own formulas give the FLOPs; the least bytes are the bytes of an operator's argu
 come from the clusters' files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What the scripts that measure on a GPU share: arguments, tables written line by line, texts of errors."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import sys

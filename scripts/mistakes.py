@@ -1,7 +1,5 @@
 """Small mistakes that a programmer could make in a file of Python: a change of an expression, a lost line."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import difflib

@@ -6,8 +6,6 @@ A line has the cell and each number that moved, before and after; for step times
 Rows are matched by key. ``--least``: numbers that moved by a smaller share are left out (1e-6).
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Iterator

@@ -20,8 +20,6 @@ mistake does not count. Exit code 1: a mistake that was killed survives, or the 
 mistake is gone, so that someone must replace the mistake. ``--write`` writes the file with today's places.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import itertools

@@ -6,8 +6,6 @@
 Prints each table between the markers that the page has around the table.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -10,8 +10,6 @@ a line for each source. The picture keeps a digest of its numbers, which --check
 of results/reproduction. CHROMIUM may name the program of Chromium.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import io

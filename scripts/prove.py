@@ -7,8 +7,6 @@ The script reads the verdicts in FOLDER (default: results/verification), and ref
 red or a strategy has no green case.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter

@@ -6,8 +6,6 @@
 A page begins with a line that names this script, so that the page's words count as code and not as prose.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

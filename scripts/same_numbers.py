@@ -10,8 +10,6 @@ its name, a few of its numbers, and a digest of its whole JSON without the field
 why.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import hashlib

@@ -6,8 +6,6 @@ The schema of scenarios follows from the pydantic models that check scenarios. T
 fields on which programs can rely; an answer may have more fields.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ imports the file once more with LENGTH tokens. A line of RESULTS.csv has the fil
 line of the complaint with the first number, and the given length. The script prints the counts.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

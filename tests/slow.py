@@ -1,7 +1,5 @@
 """Parameters of tests of which the default run has some, and the slow run (``-m slow``) has all."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import groupby

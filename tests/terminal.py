@@ -4,8 +4,6 @@
 a screen, and :func:`run_in_a_terminal` runs a command in a pseudo-terminal.
 """
 
-from __future__ import annotations
-
 import fcntl
 import io
 import os

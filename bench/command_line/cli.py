@@ -10,8 +10,6 @@ on other commands is read from their files. A command's body may be a function e
 (:func:`options.body`), which is imported when the command runs.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,8 +1,6 @@
 """Tables for people, and the bar of progress on a terminal, drawn by rich. On a terminal the columns are
 fitted to its width: no word is broken and no row wraps. Elsewhere tables are Markdown with all columns."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

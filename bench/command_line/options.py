@@ -3,8 +3,6 @@
 This module imports neither torch nor pandas, so that help is quick.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

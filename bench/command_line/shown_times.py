@@ -1,7 +1,5 @@
 """Simulated times as text, with their intervals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

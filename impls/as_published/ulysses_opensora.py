@@ -22,8 +22,6 @@ and DSP 2 M/N (M the bytes of B T S H elements). Queries, keys and values go in 
 pieces: a contiguous piece is made for each rank, and the received pieces are joined.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ parameters, each with the group over which its gradients are summed: at most two
 axis, up to four for strategies around each other.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

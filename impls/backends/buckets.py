@@ -7,8 +7,6 @@ its buckets, once, in the order in which gradients arrived.
 :func:`weakly` makes hooks that do not keep their object alive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ optimizer is sharded. All numbers count elements. Parameters lie in the reverse 
 in which backward reaches them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

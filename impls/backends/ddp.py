@@ -5,8 +5,6 @@ optimizer's float32 master 4, gradient 4 (kept, as fairseq's FP16Optimizer does)
 ``optimizer: host`` the optimizer's 16 bytes are on the host, as in Megatron-Core's HybridDeviceOptimizer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

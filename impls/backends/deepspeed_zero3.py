@@ -14,8 +14,6 @@ DeepSpeed divides a gradient by the number of ranks; a loss of this suite is div
 divides by 1. DeepSpeed gathers the persistent weights at a step's end, this backend before the next forward.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Parameters laid out one after another in one flat tensor that is cut into equal shards."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter

@@ -7,8 +7,6 @@ stream. Parameters whose gradients no other rank shares, such as those split by 
 sharded (``ignored_modules``). A root unit is not freed between forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ host too. Each shard goes to the device in float32 before its all-gather, and th
 pinned tensor that is kept from step to step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import ClassVar

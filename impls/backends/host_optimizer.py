@@ -7,8 +7,6 @@ other tensors the host holds, and where updated weights are rounded.
 (core/optimizer/cpu_offloading, commit d98e8a64) at an optimizer_offload_fraction below 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

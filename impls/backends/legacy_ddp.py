@@ -1,7 +1,5 @@
 """Gradients summed by one all-reduce after backward, as fairseq's and Megatron-LM's own ("legacy") DDP do."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Literal

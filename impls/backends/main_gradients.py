@@ -8,8 +8,6 @@ Buckets of the buffer are summed over the group, or sharded: reduce-scattered in
 :class:`GatheredInForward` gathers updated weights bucket by bucket as the next forward needs them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise

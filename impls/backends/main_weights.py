@@ -1,8 +1,6 @@
 """Main weights, which an optimizer updates, and their copies to the model's weights: rounded, or cast to
 eight bits with one scale for each weight."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -28,8 +28,6 @@ Differences from Megatron-Core:
   with the distributed optimizer) peaks in its first step as if they did not exist yet.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ largest norm, as megatron/core/optimizer/clip_grads.py of NVIDIA/Megatron-LM (co
 :func:`sum_of_squares` sums many gradients in one kernel: multi_tensor_l2norm of apex and TransformerEngine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

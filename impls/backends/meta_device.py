@@ -9,8 +9,6 @@ cuts each parameter into one piece for each rank, twice, and uses only the first
 1,024 fake ranks these cuts are most of a step's set-up.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

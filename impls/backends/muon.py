@@ -15,8 +15,6 @@ By default a bucket is packed so that each rank's part of it has whole weights. 
 those that a rank has updated are sent to the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ Its kernel computes in float32, and rounds the moments when it writes them (Tran
 459e7cf; before, the step made float32 copies of all moments).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

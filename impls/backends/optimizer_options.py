@@ -1,8 +1,6 @@
 """The options of backends whose optimizer may be on the host, and the layouts in which DeepSpeed and
 Megatron-Core hold the optimizer's state on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

@@ -10,8 +10,6 @@ transformer_engine/pytorch/tensor/utils.py, 2.x); with delayed scaling it comes 
 cast parts are then gathered, instead of sixteen bits.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The arguments of closed forms of a backend's traffic: a planned step, and sets of parameters whose
 gradients are summed over one group."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The options of the backends ``zero2`` and ``zero3``, and the units in which weights are gathered."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Hugging Face's Trainer and others train like this on one card. Replicas sum each
 loop over parameters does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

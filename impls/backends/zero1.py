@@ -21,8 +21,6 @@ has no room, the buffer's content is summed, and the rank's part is taken out be
 again. A gradient larger than the buffer is summed in its own memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

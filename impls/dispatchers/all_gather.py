@@ -5,8 +5,6 @@ Tokens, weights and choices are gathered over ep and etp. Each rank sums its exp
 Then a reduce-scatter adds up these sums over ranks and gives each rank its own tokens back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ etp, rows are gathered and results reduce-scattered, because the ranks along etp
 experts. A rank with several experts sorts the rows from each rank by expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

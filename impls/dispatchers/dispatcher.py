@@ -17,8 +17,6 @@ of experts. Here the first matmul gathers the input, which is kept whole
 (:attr:`ExpertOptions.gathers_shared_once`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -10,8 +10,6 @@ experts. No tensor refers to the buffer until tokens are back; here a tensor tha
 Letters, in addition to those of dispatchers: N nodes, M ranks of a node along ep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -13,8 +13,6 @@ With a row, DeepEP sends k indices and weights; here, choices and weights of all
 Letters, in addition to those of dispatchers: N nodes, M ranks of a node along ep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

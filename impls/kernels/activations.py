@@ -10,8 +10,6 @@
 - :func:`weighted_swiglu`, SwiGLU times a weight a row, as Megatron-LM's weighted_bias_swiglu of experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

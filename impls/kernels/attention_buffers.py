@@ -8,8 +8,6 @@ at the end. FlashAttention-3 (``mha_bwd`` of hopper/flash_api.cpp) allocates the
 numbers a query, and where heads are shared gradients of keys and values in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 #: multiples to which kernels round positions and features up; FlashAttention-3 rounds some queries less

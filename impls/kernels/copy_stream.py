@@ -5,8 +5,6 @@ a copied tensor is freed or used. The stream of copies waits for the computing s
 latter's results, or writes memory that the latter may still read. All waits are for whole streams.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Cross entropy over a vocabulary of V rows on N ranks (Megatron-LM, arXiv 1909.08053 section 3)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

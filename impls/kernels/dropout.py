@@ -7,8 +7,6 @@ spread tensors get different masks. Recomputation in activation checkpointing se
 repeats the same mask.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ place of the counter. Shapes: q [B, Z, L, A]; k, v [B, G, L, A], where G divides
 for half precisions.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ q share one head of k and v and all contribute to its gradient; no kernel repeat
 and the gradients lie in memory as [B, M or L, Z, A], as torch's kernels write these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

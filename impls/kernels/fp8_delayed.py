@@ -11,8 +11,6 @@ All scales are 1 before the first pass. When a pass runs again for recomputation
 that moment; TransformerEngine keeps the scales of the first run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

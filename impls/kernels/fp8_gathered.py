@@ -6,8 +6,6 @@ from the largest magnitude on all ranks. For the weight's gradient, x in tiles o
 here, where TransformerEngine keeps tiles of columns; the bytes are the same, but numbers are rounded twice.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ the multiples that TransformerEngine's matmuls need.
 Letters: R rows of all experts together, n experts, H features in, F out.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -14,8 +14,6 @@ later micro-batches (transformer_engine/pytorch/module/linear.py, 2.x).
 Letters: m rows of x, H features in, F out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal

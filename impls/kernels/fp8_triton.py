@@ -6,8 +6,6 @@ float64 and divide in float32, as on a CPU.
 # arguments of kernels have no types before they are compiled
 # mypy: allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ tensors: W, U, V' and the states of blocks, of which none is kept. Forward keeps
 block for each position and head. Shapes are those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from spbench.impls.kernels import gated_delta_gradients as gradients

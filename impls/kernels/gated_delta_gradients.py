@@ -1,7 +1,5 @@
 """The gated delta rule's backward operators, in the letters of :mod:`spbench.impls.kernels.gated_delta`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """The operators of the gated delta rule's forward pass, and the helpers that forward and backward share.
 :mod:`spbench.impls.kernels.gated_delta` explains the letters W, U, V', T, S."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ As fla's kernel does (modules/l2norm.py), its operator keeps y and one number a 
 precisions; the operator that reads y next keeps y anyway.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ because libraries need it: TransformerEngine's GroupedLinear as a list, torch's 
 Letters: R rows of all experts together, n experts, H features in, F out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any

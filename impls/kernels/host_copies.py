@@ -13,8 +13,6 @@ because only the operator says who computes. The host first waits until the devi
 host, and work that the device gets afterwards comes later.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

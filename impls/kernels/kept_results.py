@@ -4,8 +4,6 @@ torch's selective checkpointing keeps results of single operators. This module k
 operators and messages compute together, and in each other's memory.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

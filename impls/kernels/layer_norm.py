@@ -4,8 +4,6 @@ apex and torch's CUDA kernel keep the mean and 1 / deviation of a row in float32
 two in the input's precision, so a trace on fake CPU tensors would count other bytes than a GPU holds.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ head's rate s >= 0 a position (None: 0). The kernels for GPUs are in ``linear_at
 Every exponent is -s times a distance >= 0: strong decay underflows to zero, and nothing overflows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec

@@ -13,8 +13,6 @@ the end of the block, it is the gradient of k for v, d_o, q and of v for k, q, d
 # arguments of kernels have no types before they are compiled
 # mypy: allow-incomplete-defs, disable-error-code="union-attr"
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

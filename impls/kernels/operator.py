@@ -5,8 +5,6 @@ it enters autograd, looks for results that are arguments, and is wrapped for the
 has no gradient and is called inside autograd functions; no result of an operator may be one of its arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import update_wrapper
 from typing import Any, TypeVar, cast

@@ -10,8 +10,6 @@ bytes a weight (functional.py of bitsandbytes 95f9af30, quantize_4bit with compr
 the eight-bit scales are linear here. In eight bits, each row has a scale. Scales are not sharded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ their values with scales in float32, and writes each element once.
 # arguments of kernels have no types before they are compiled
 # mypy: allow-incomplete-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

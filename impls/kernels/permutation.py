@@ -11,8 +11,6 @@ The host knows the number of rows.
 Letters: T tokens, E experts, R rows (a token has one for each of its experts), H hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ Each library has its own workspace, which its first matmul allocates. So Transfo
 operators of their own, next to torch's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

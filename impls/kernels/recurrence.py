@@ -14,8 +14,6 @@ precisions), states [B, Z, D, A], d [Z]. Z/G consecutive heads of v share one he
 map S -> M S + U as one tensor [B, Z, E], with the elements of U and M.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial

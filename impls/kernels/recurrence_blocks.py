@@ -8,8 +8,6 @@ the blocks of mamba_ssm go on over documents and mask pairs of positions of two 
 Shapes: B batch, L sequence, Z heads, G heads of queries and keys, C blocks, size positions in a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

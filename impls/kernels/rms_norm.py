@@ -4,8 +4,6 @@ As fused kernels do, the operator keeps its input and one number a row, in float
 Without a weight, the norm is TransNormerLLM's "simple" norm (arXiv 2307.14995).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

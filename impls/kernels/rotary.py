@@ -8,8 +8,6 @@ Shape letters: B batch, L sequence, Z heads; of a head, N features without a pos
 position, A features of a value.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

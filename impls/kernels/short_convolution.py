@@ -10,8 +10,6 @@ documents begin, counted from the first position, negative in ``before``. As ker
 again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any

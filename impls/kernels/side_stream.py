@@ -5,8 +5,6 @@ GPUs autograd runs each on the stream of its forward; elsewhere the ends of a pa
 :class:`_Leave`, switch streams. In simulated steps, kernels of both streams do not slow each other down.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

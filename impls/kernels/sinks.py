@@ -10,8 +10,6 @@ without a sink. Kernels with sinks (TransformerEngine's softmax_offset) spare th
 [B, Z, M, A], lse [B, Z, M], sinks [Z].
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Scale, mask and softmax of attention scores, fused (Megatron-LM's scaled_masked_softmax) or plain."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any

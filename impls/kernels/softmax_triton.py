@@ -5,8 +5,6 @@ scores in float32 sums, and writes only the result.
 # arguments of kernels have no types before they are compiled
 # mypy: allow-incomplete-defs
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

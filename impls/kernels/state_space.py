@@ -9,8 +9,6 @@ dtype. Forward keeps only the inputs and the initial state, and backward makes t
 those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

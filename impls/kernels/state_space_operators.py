@@ -1,8 +1,6 @@
 """The operators of the state space duality's forward and backward passes. Shapes and letters are those of
 :mod:`spbench.impls.kernels.state_space`; ``sums`` are a block's sums of g up to each position."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

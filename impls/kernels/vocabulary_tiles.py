@@ -9,8 +9,6 @@ the host reads.
 Shape letters: N tokens, H hidden, V rows of the vocabulary, C rows of a tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

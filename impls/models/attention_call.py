@@ -5,8 +5,6 @@ Shape letters: B batch, L sequence (this rank's part of it, where a strategy chu
 keys and values, A head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ normalised queries and keys of Qwen3 (arXiv 2505.09388). With layer norms, biase
 dropout the model is GPT-3 (:mod:`spbench.impls.models.gpt`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self

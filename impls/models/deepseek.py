@@ -1,8 +1,6 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and Moonlight (arXiv 2502.16982), which has V3's
 layers: latent attention, routed and shared experts, and multi-token prediction."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """GPT-3 (Brown et al., arXiv 2005.14165) as Megatron-LM trains this model: layer norms before each half of a
 layer, learned positions, biases, GELU, dropout, a head that shares the weights of the word embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ latent. The time step of the diffusion is no input, because it would change no m
 Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden, C
 channels of a token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

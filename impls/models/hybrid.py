@@ -5,8 +5,6 @@ Gated DeltaNet to one of softmax attention, MiniMax-01 (arXiv 2501.08313) seven 
 and Nemotron-H (arXiv 2504.03624) has Mamba-2.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

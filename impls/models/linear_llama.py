@@ -4,8 +4,6 @@ The linear attention is the basic one of the authors' script: no decay, no gate,
 a norm of each head's output. Hybrids keep softmax attention with RoPE in some layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -6,8 +6,6 @@ LASP's authors have no denominator, and TransNormer (arXiv 2210.10340) argues fo
 0.4B parameters: the sizes are of the paper's TransNormerLLM of 0.4B, with the customary inner width 4 H.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

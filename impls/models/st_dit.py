@@ -11,8 +11,6 @@ Shape letters: B batch, T frames and S tokens of a frame (this rank's part of T 
 the grid), H hidden, W text tokens, Z heads (this rank's), A head size, C channels of a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -7,8 +7,6 @@ then the gate multiplies the output. The MLP is a gated linear unit without an a
 As in the released code, the gate has no activation, and norms are "simple", without weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """DeepSpeed-Ulysses (https://github.com/deepspeedai/DeepSpeed): its attention alone, without its engine."""
 
-from __future__ import annotations
-
 import os
 
 import torch.nn.functional as F

@@ -6,8 +6,6 @@ is minus the decay rate. Each rank computes the state of its chunk and the D x D
 earlier state past the chunk, gathers both from all ranks, and composes those of the chunks before its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

@@ -5,8 +5,6 @@ of :mod:`spbench.impls.kernels.flash_attention`, which are torch's CPU flash ope
 runs its own communication and bookkeeping around the kernels that spbench's strategies call.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from types import ModuleType

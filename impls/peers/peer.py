@@ -1,7 +1,5 @@
 """The base classes of peers: strategies whose attention is the code of another package."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

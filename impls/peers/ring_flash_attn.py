@@ -1,7 +1,5 @@
 """ring-flash-attention (https://github.com/zhuzilin/ring-flash-attention): rings of three placements."""
 
-from __future__ import annotations
-
 from spbench.impls.peers.peer import RingPeer
 
 

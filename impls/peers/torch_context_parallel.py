@@ -5,8 +5,6 @@ ring's own functions. They take the attention to one block as an argument, which
 :mod:`spbench.impls.kernels.flash_attention` on every device.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

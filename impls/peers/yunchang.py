@@ -1,8 +1,6 @@
 """yunchang (https://github.com/feifeibear/long-context-attention): rings, Ulysses, and the two together, USP
 (arXiv 2405.07719)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor

@@ -15,8 +15,6 @@ Linear attention is not covered: its state of D x A numbers a head replaces all 
 strategy that gathers these states is LASP-2 (arXiv 2502.07563).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

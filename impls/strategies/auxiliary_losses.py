@@ -5,8 +5,6 @@ backward of the loss (Megatron-LM's MoEAuxLossAutoScaler). So the loss needs no 
 in every pipeline stage and in layers that run again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

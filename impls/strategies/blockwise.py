@@ -5,8 +5,6 @@ A query's state is its output so far and the logarithm of its softmax's denomina
 rescales both. Backward computes the gradients of each block from the final output and logarithm.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """How a strategy leaves what it does not change to the strategy within it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar

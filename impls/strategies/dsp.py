@@ -11,8 +11,6 @@ N need not divide a dim of n: the first ranks have ceil(n / N) positions each, t
 The ranks pad to ceil(n / N) for the all-to-all only, and cut the padding from the tensors that they receive.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -16,8 +16,6 @@ a gather (:class:`GatheredHalo`), all rows arrive first, for one call of the ker
 Shape letters: G heads of keys and values, D features of a key, A of a value, both A but in latent attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self

@@ -9,8 +9,6 @@ Shape letters: B batch, L sequence (this rank's part), H hidden, Z heads, G head
 size; z, g and l are Z, G and L of a part.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple

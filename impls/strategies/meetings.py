@@ -4,8 +4,6 @@ Without packed documents and windows a meeting follows from the numbers of two r
 from the runs of positions that each rank has and from the positions to which these attend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ ranks. With a split vocabulary the ids and labels of all positions are gathered,
 Megatron-LM's data loader gives every rank all ids and labels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

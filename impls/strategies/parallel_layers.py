@@ -4,8 +4,6 @@ Shape letters: B batch, L sequence, H hidden, F features, V vocabulary, Z heads,
 A head size, N ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Sequence chunks by a placement of positions on ranks, whose queries meet the keys of all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ lengths, give even work:
   far (as in MagiAttention's dispatch, arXiv 2505.13211, section 4.1).
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator, Sequence

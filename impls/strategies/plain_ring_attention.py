@@ -21,8 +21,6 @@ Shape letters: B batch, L sequence, N ranks, Z heads, A head size; G heads of ke
 heads of queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

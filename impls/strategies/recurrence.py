@@ -8,8 +8,6 @@ Shape letters: B batch, L sequence, Z heads, G heads of queries and keys, D thei
 positions that a convolution sees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ the tensors of each call: queries, keys, values and outputs, which the caller co
 elsewhere, and other tensors that each call returns, such as the logarithms of softmax's denominators.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ Linear attention goes round the same ring without a softmax, and computes scores
 the LASP paper's baseline (arXiv 2404.02882, section 4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

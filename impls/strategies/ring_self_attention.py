@@ -9,8 +9,6 @@ contributes for all L positions.
 Gradients of parameters are summed over the ranks, not averaged: the loss is one sum over all positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any

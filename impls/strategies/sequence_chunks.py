@@ -1,7 +1,5 @@
 """The base classes of strategies that give each rank a chunk of every sequence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

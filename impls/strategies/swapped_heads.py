@@ -6,8 +6,6 @@ rank's heads of each weight (A_log, dt_bias, the convolutions'); then the output
 no state is sent. Megatron-LM's context parallelism of Mamba-2 layers works like this (MambaContextParallel).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 

@@ -10,8 +10,6 @@ torch's tensor parallelism without ``loss_parallel``, every rank gathers the log
 and computes the loss of all tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

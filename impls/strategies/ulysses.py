@@ -14,8 +14,6 @@ A strategy within this one may split the "whole" sequences again, over ranks alo
 around Ring Attention is USP (arXiv 2405.07719), where the heads limit only the ranks of Ulysses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A rank holds several runs of layers, its chunks; a micro-batch passes through al
 in the order of :mod:`spbench.impls.training.turns`.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 

@@ -9,8 +9,6 @@ before the first one, which the systems that spbench reproduces did not do. This
 when a tensor is received into it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -3,8 +3,6 @@
 :class:`Inference` runs only the forward pass of a trained model, without gradients and optimizer.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

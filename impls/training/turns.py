@@ -7,8 +7,6 @@ chunk but one, then alternates. The results of a forward and the backward after 
 done, and waited for (--no-overlap-p2p-communication); or each result is sent when it is made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Files that are whole, and damages of texts, bytes and values, as files suffer them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -3,8 +3,6 @@
 A case follows from its kind and number alone.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -2,8 +2,6 @@
 this machine's loopback twice), workers in this process, which of the processes that a test has started are
 left, and a disk that runs full."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

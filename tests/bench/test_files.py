@@ -2,8 +2,6 @@
 value twice, and a full disk is no error. Files of documents' lengths: every form that they are dumped in, and
 one line for those that are not."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

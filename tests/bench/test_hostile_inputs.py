@@ -3,8 +3,6 @@
 `pytest -m slow tests/bench/test_hostile_inputs.py -s` prints a table by kind; by default a few are tried.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Times and rates for people."""
 
-from __future__ import annotations
-
 import pytest
 
 from spbench.bench.units import shown_share, shown_time, three_digits

@@ -1,7 +1,5 @@
 """The packaged scenarios, each loaded once in a process of tests: all of them take seconds."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

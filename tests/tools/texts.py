@@ -1,7 +1,5 @@
 """Texts that commands print, as files beside the tests, each of which was read once: a change is a diff."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

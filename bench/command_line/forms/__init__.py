@@ -5,8 +5,6 @@ people that would disturb programs to ``err``. The form called NAME is the funct
 of this package. Only the module of the chosen form is imported; help needs only the names.
 """
 
-from __future__ import annotations
-
 from spbench.impls import FunctionModules
 
 FORMS = FunctionModules(__name__, "as_*", "show", "output forms")

@@ -1,7 +1,5 @@
 """CSV: the records of an output; notes and paths of files go to standard error."""
 
-from __future__ import annotations
-
 from typing import TextIO
 
 from spbench.bench.command_line.output import Output

@@ -1,7 +1,5 @@
 """JSON: the content of an output; notes and paths of files go to standard error."""
 
-from __future__ import annotations
-
 import json
 from typing import TextIO
 

@@ -1,8 +1,6 @@
 """Tables for people; lists without a table come without rich. The files stand before the notes, so that the
 verdict is the last line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO

@@ -6,8 +6,6 @@ the ratio on the other card. Such a rate is marked as a substitute. Without othe
 (:func:`check_rates`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_names, load_cluster

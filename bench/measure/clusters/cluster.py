@@ -4,8 +4,6 @@ A figure that is not known is null, and then nothing is timed or limited by it. 
 NAME`` need only have the figures in which it differs from that packaged cluster.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path

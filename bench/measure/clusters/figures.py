@@ -6,8 +6,6 @@ meant in TFLOP/s. A file that extends another and has another card keeps the rat
 those of the other card, and a link of another bandwidth or name keeps them as those of the other link.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ is interpolated between the nearest measured calls, linearly in the logarithms o
 table's sizes its nearest edge counts, and the caller models the rest (:meth:`RateTable.covers`).
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import math

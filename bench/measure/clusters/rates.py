@@ -2,8 +2,6 @@
 memory, and links with the measured rates of collectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self

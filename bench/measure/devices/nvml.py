@@ -4,8 +4,6 @@ The library comes with the driver and needs no CUDA build of torch. A single mis
 nothing can be read, an :class:`NvmlProblem` of one line is raised.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self

@@ -5,8 +5,6 @@ own, so that a driver that hangs, or a GPU that falls off the bus, adds a line t
 the cell. Each rank reads the GPU that it runs on.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 them, the model options that make a refused cell run (all options at once, since mending one fault would only
 show the next), and the model that the ranks run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -17,8 +17,6 @@ layers differ from the others (:attr:`Model.unlike_layers`). That a layer depend
 way is an assumption; a test compares traces put together with traces of whole models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import fields, replace

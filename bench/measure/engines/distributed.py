@@ -7,8 +7,6 @@ Training runs have the same global batches and the same initial weights whatever
 that the curves of two cells differ only by how they compute.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics

@@ -11,8 +11,6 @@ that no computation hides and for other ranks. The simulation prices kernels by 
 communication hides behind kernels of that speed, not of the speed measured here.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

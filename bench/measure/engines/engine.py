@@ -8,8 +8,6 @@ spbench finds a quantity in the same way: a class derived from :class:`Quantity`
 this package.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

@@ -11,8 +11,6 @@ can hold, so that only arithmetic makes errors. An error is that of a whole tens
   inputs. The gradient of the outputs is drawn at random.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import zlib

@@ -1,7 +1,5 @@
 """The plan of a cell: the check of its sizes, and a closed form of the bytes that each of its ranks sends."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ refers to the same place of a block whose number is linear in the number of the 
 number of layers: for example, backward frees in its block j the tensors that forward made in block n - 1 - j.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Run a cell on its engine, and turn the measurement, or whatever error was raised, into an outcome."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

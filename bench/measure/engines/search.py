@@ -14,8 +14,6 @@ the peak falls changes with the size.
 If sizes run different programs (a longer sequence has more tiles), each size is traced itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Build and run a cell's step for any engine: its module, its training or inference, and a rank's inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

@@ -7,8 +7,6 @@ ranks, and padding for ranks are no FLOPs of the model. Scores that a causal mas
 documents hide do not count. Linear attention and recurrences are counted in the single device's chunks.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import time

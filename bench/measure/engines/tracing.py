@@ -8,8 +8,6 @@ Pipeline stages whose modules have the same form do the same work in an action o
 is traced, and the other stages' traces are put together from its parts (:mod:`measure.engines.turn_parts`).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

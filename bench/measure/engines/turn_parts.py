@@ -5,8 +5,6 @@ So the trace of a step is put together from copies of the parts of another step.
 of some micro-batch, its copy refers to the turn with the same relation to the copy.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache

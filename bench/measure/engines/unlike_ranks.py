@@ -6,8 +6,6 @@ depends on the documents. Ranks of equal work are one class. If there are more t
 ranks of similar work share a class (:func:`roles_by_load`), and :func:`work_error` bounds the error.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

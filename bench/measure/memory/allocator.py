@@ -11,8 +11,6 @@ stream, because kernels of other streams may run later. Not replayed: blocks tha
 being given out again for a while.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict

@@ -5,8 +5,6 @@ map_block, unmap_block, get_free_block, should_split, release_available_cached_b
 rules that differ from those of :mod:`.allocator`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from functools import cache
 

@@ -1,7 +1,5 @@
 """A child process that this process starts, talks with over a pipe, and ends: a worker, a rank, an agent."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

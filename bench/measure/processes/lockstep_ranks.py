@@ -13,8 +13,6 @@ time, as a ring of NCCL or Gloo does from hop to hop (there each chunk begins at
 # torch's stubs and its C++ differ in the names and the arguments that a group written in Python overrides
 # mypy: disable-error-code="override, assignment, call-arg"
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections import defaultdict, deque

@@ -4,8 +4,6 @@ could start threads. Plug-ins are left out, because their import may do anything
 whose modules are all imported, for that would import torch's compiler in each process.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import pkgutil

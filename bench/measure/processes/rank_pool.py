@@ -4,8 +4,6 @@ acts as a rank, and a pool of such processes on this machine.
 The processes are started once. A job takes as many of them as it needs.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

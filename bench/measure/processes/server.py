@@ -1,8 +1,6 @@
 """The last import of the server from which workers and ranks are forked (:mod:`measure.processes.starting`).
 It makes a process that server, so no other process may import this module."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

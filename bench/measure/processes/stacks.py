@@ -2,8 +2,6 @@
 on signals: the stacks of their threads and their last collectives. This module does not import torch.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import math

@@ -7,8 +7,6 @@ verifies any number of ranks with the kernels of that GPU. It is slow, so nothin
 # torch's stubs and its C++ differ in the names and the arguments that a group written in Python overrides
 # mypy: disable-error-code="override, assignment, call-arg"
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any

@@ -6,8 +6,6 @@ seconds. The server has one thread, so that a fork is safe. Where system librari
 macOS, each process is spawned and imports everything itself.
 """
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ The coordinator is the process of rank 0, which runs the command, or a worker of
 other processes become agents (:mod:`measure.processes.rank_agent`), on which jobs run.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

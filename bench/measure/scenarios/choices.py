@@ -1,7 +1,5 @@
 """The names and option values that a cell may have, and messages on wrong ones."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence

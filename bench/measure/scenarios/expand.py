@@ -4,8 +4,6 @@ Some settings have an effect only in some cells: the device, the rank, and setti
 steps. Such a setting is refused where it has an effect in no cell of its group, or of all groups.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

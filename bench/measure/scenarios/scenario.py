@@ -8,8 +8,6 @@ defaults, then the group, then the variant.
 The command line's --set changes settings of cells by name (:func:`changed`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike

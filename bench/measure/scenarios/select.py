@@ -5,8 +5,6 @@
 has a world size, each cell gets that size along the last axis of its strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from os.path import lexists

@@ -17,8 +17,6 @@ PAT are not modelled. NCCL's correction of a tree's bandwidth jumps at powers of
 interpolated, so that no larger message takes less time.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from math import ceil, log2
 from pathlib import Path

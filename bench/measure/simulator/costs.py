@@ -9,8 +9,6 @@ device has its own link. Ranks that send at once share the node's network cards 
 links of its parts (:mod:`measure.simulator.group_links`). Overlapping collectives do not slow each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar

@@ -6,8 +6,6 @@ link. A ring leaves each part once, because NCCL orders rings by the topology; a
 device to each. Communication within one part is priced as if nodes had no parts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple

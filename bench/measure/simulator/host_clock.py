@@ -14,8 +14,6 @@ stream' = max(stream + T, host + M), host' = host + H. T is the seconds of the k
 and M the longest path through both: on the host up to the launch of some kernel, then on the stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

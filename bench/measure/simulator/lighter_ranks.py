@@ -10,8 +10,6 @@ waits and the hidden communication of a lighter rank are computed from its own k
 keep their times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -8,8 +8,6 @@ The channels from a rank to each of its peers and the process groups are here to
 messages take, and the time at which they are free again.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

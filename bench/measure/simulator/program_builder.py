@@ -1,7 +1,5 @@
 """The builder of a step program, which writes the program event by event."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter

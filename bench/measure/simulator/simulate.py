@@ -10,8 +10,6 @@ collective depends on all ranks that share a network card or a link out of a par
 always computed for the whole world.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -16,8 +16,6 @@ chain), the ranks part, and join again where the others have caught up. Ranks th
 maps onto each other are simulated once (:mod:`measure.simulator.simulate`).
 """
 
-from __future__ import annotations
-
 from heapq import heappop, heappush
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Steps: a program without the kernels of its compute stream, and where its messages meet their peers'."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ rate is that of another card, kernel or host. "extrapolated": the rate is that o
 another size, mask or group. The grade of a time also gives its interval (:mod:`measure.trust`).
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

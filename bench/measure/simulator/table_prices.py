@@ -14,8 +14,6 @@ github.com/Dao-AILab/flash-attention, csrc/flash_attn/src/flash_bwd_launch_templ
   (flash_api.cpp, num_splits_heuristic).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache

@@ -6,8 +6,6 @@ overlap, since slices of one row may not overlap partly), and each further strea
 Format, complete events ("ph": "X"), times in microseconds.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable, Iterator

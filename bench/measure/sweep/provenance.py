@@ -1,7 +1,5 @@
 """Where a result comes from: the code, the libraries and the machine."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Run a scenario's cells, keep their rows in a folder, and say which rates the times rest on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -10,8 +10,6 @@ five parts, so that a message can say which part has changed:
 - ``torch``: its version.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -6,8 +6,6 @@ that torch does not tag as streaming, is not known: the operator is priced by it
 :attr:`Price.known` is false, and the result row names the operator (``unpriced_operators``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod

@@ -2,8 +2,6 @@
 operators without FakeTensorMode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

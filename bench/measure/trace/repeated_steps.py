@@ -33,8 +33,6 @@ the whole tensor replaces its pieces: forward cuts by one operator and copies by
 view of each piece, and copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

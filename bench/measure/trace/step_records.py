@@ -1,8 +1,6 @@
 """The records that consecutive steps of a loop with one key write into the meters; see
 :mod:`measure.trace.repeated_steps`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar

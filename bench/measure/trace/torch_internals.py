@@ -4,8 +4,6 @@ The rest of bench takes private names from this module, so that only this module
 moves one. :func:`check_internals` names the one that has moved, before the first trace of a process.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ All rest on the errors in bands.json and memory_errors.json, which ``spbench rep
 from the committed results of ``spbench reproduce``. Rows on disk have no bands: reading a row adds them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

@@ -7,8 +7,6 @@ strategy without a row adds the difference between strategies' errors. :mod:`too
 the model from measured steps.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence

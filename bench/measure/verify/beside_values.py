@@ -6,8 +6,6 @@ The oracle's attention with documents and windows is also in this module. Its ma
 definition: the document of each position, and the distance of two positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial

@@ -16,8 +16,6 @@ tensors, and none is given less than the dtype's eps. The noise is that of torch
 kernel cannot widen its own limit.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

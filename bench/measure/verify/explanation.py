@@ -4,8 +4,6 @@ collectives that ranks call unequally. Each explanation runs the case once more.
 Collectives are logged before they run, because Gloo aborts processes whose ranks call different ones.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import sysconfig

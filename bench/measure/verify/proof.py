@@ -7,8 +7,6 @@ before their first row, with a small model on a few Gloo ranks of this machine. 
 verdicts, so that each is verified once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -5,8 +5,6 @@ commit, :func:`verified_code`, torch's version, time), then a line for each case
 :class:`VerifyRow`; empty texts and unknown numbers are left out.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

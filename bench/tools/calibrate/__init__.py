@@ -5,8 +5,6 @@ returns None for a log of another kind, and raises a UserError for a damaged log
 called NAME is such a function in a module ``from_NAME`` of this package (with ``_`` for each ``-``).
 """
 
-from __future__ import annotations
-
 from spbench.impls import FunctionModules
 
 LOGS = FunctionModules(__name__, "from_*", "read", "logs")

@@ -1,7 +1,5 @@
 """`spbench calibrate`: fit a cluster's scalars to published step times, measure a machine, or read logs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

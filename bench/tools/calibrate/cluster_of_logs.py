@@ -1,7 +1,5 @@
 """A cluster's file from logs of benchmarks and profilers, which may extend a packaged cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -7,8 +7,6 @@ The bus bandwidth, the bytes that a rank sends over t, is S/t times 2 (n - 1) / 
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
-from __future__ import annotations
-
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator

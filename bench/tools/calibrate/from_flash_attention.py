@@ -4,8 +4,6 @@ The benchmark counts FLOPs as a cluster's file does: half of the FLOPs under a c
 FLOPs of the forward pass in the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from spbench.bench.tools.calibrate.log_findings import AttentionSpeed, Findings, LogFile, log_table

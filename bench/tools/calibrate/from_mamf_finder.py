@@ -3,8 +3,6 @@
 A log gives the speed of each shape (the median of its iterations), or only the speed of the best shape.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import chain

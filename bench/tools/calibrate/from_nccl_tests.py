@@ -4,8 +4,6 @@ The collective is named in the log, by a line of newer releases or by the comman
 of the file. A file may have several logs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ The "External id" of a kernel names the operator that launched the kernel. A tra
 without shapes gives only the gaps between kernels.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise

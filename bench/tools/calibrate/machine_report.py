@@ -1,7 +1,5 @@
 """Measuring this machine for `spbench calibrate --engine`: its cluster file, samples, plots and tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """A cluster whose rates are measured on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

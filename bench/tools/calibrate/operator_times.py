@@ -8,8 +8,6 @@ seconds include giving its result's pages back to the system later, as the C lib
 this is measured by size and added. Steps without the clock show the host's seconds outside of operators.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Rates of a cluster, fitted by least squares to the times in logs: forms of one or two coefficients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median

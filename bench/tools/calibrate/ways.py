@@ -2,8 +2,6 @@
 check of a machine, which compares predictions of cells on the cluster that was just measured with the cells'
 measured times on real ranks. No prediction uses the cell's own measured time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

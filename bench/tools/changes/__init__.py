@@ -5,8 +5,6 @@ The export called NAME is the function in the module ``to_NAME`` of this package
 Only the module of the chosen export is imported.
 """
 
-from __future__ import annotations
-
 from spbench.impls import FunctionModules
 
 EXPORTS = FunctionModules(__name__, "to_*", "export", "exports")

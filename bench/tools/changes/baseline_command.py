@@ -5,8 +5,6 @@ by key and lack the fields that differ from run to run (elapsed time, time stamp
 code writes the same bytes on any machine, and a diff shows what has changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -20,8 +20,6 @@ the probability of any report.
 **The least effect**: a change is reported only if it is also larger than a size that anyone would act on.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import warnings

@@ -8,8 +8,6 @@ Student's t-test between the segments on its sides, corrected for the number of 
 significant. The change's place has a confidence set by likelihood ratio (Hansen 2000), wider with more noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ of that folder. Whatever slows the machine for a while then slows both sides ali
 goes first.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

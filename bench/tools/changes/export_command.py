@@ -1,8 +1,6 @@
 """`spbench export`: results as the files that dashboards and CI systems read. The modules that write these
 files get an :class:`ExportRequest` (suites of results, each with its base), and return :class:`Exported`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -9,8 +9,6 @@ metrics must meet, ``meant.yaml`` the steps (changes of a series' level) that we
       - {commit: '1a2b3c4d5e6f', metric: peak_memory_bytes, reason: moments are kept in float32}
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

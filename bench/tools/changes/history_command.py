@@ -1,7 +1,5 @@
 """`spbench history`: metrics over commits, and where they changed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

@@ -9,8 +9,6 @@ run, so :mod:`tools.changes.change_evidence` judges them. Provenance, order, rea
 judged.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set

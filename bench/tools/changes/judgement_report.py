@@ -1,8 +1,6 @@
 """The gate's judgement as tables and notes: differences of a strategy's cells that changed in the same way
 share one line."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields

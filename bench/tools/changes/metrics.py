@@ -6,8 +6,6 @@ from run to run, and from step to step within a run. A row of several rounds (:f
 samples of as many processes.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Sequence

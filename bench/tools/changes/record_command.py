@@ -6,8 +6,6 @@ run wrote them. Nothing is ever appended to a file, and its name is made of suit
 so that jobs and branches that write into one history never touch the same file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -5,8 +5,6 @@ An exact metric has a step at every change of its value, between two neighbourin
 has a step at each change point among its medians (:mod:`tools.changes.change_points`).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

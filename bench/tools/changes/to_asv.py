@@ -6,8 +6,6 @@ numbers belong to their host. Each export adds to the folder: a commit is a file
 the cells that are new. asv has no directions: it takes every increase for a regression.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

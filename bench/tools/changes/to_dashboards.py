@@ -1,7 +1,5 @@
 """Exports for programs that draw or keep numbers: each has a line, an entry or a record a cell and metric."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime

@@ -7,8 +7,6 @@ run. Metrics are properties of the suite, named CELL/METRIC, and lines in the ou
 Jenkins' schema (junit-10.xsd of its xUnit plug-in) allows no properties within a case.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring

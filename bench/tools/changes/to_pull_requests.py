@@ -5,8 +5,6 @@ comment's first line is always the same, so that a workflow finds the comment to
 stays below GitHub's limit for a comment: lines that have no room are counted.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

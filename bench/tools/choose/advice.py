@@ -1,7 +1,5 @@
 """The answer to one question of `spbench advise`: its layouts as records, ties, and why the winner wins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

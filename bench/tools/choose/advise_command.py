@@ -1,7 +1,5 @@
 """`spbench advise`: which layout of a model is the fastest on so many GPUs of a cluster."""
 
-from __future__ import annotations
-
 import click
 
 from spbench.bench.command_line.options import (

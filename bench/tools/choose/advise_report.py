@@ -1,7 +1,5 @@
 """The output of `spbench advise`: the best layouts, why the first wins, and why others are not named."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

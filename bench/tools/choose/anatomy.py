@@ -1,8 +1,6 @@
 """The anatomy of a rank's memory: bytes at its peak by kind and module, its curve over time, and the smallest
 card on which it fits. Workers run :func:`examine` for a cell, and :func:`attempt` for a changed cell."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, pairwise

@@ -1,8 +1,6 @@
 """Workers that run functions on many cells at once and keep the outcomes on disk, so that the same question
 is answered at once later; and the progress of a search."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

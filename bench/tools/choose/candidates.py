@@ -1,7 +1,5 @@
 """The candidates of a search: layouts with a backend and memory-saving settings, each with its estimates."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import Counter

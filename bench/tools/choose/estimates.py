@@ -6,8 +6,6 @@ layout's ranks, and adds the strategy's messages (closed forms at the links' rat
 pipeline, and the backend's messages. Only traces tell how much computation hides; see :mod:`.learned`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

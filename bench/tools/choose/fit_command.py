@@ -1,7 +1,5 @@
 """`spbench fit`: whether a job fits its cards, what holds the memory, and what would make it fit."""
 
-from __future__ import annotations
-
 import functools
 
 import click

@@ -1,8 +1,6 @@
 """The output of `spbench fit`: the verdict and changes that help, or with `--budget` the chosen switches,
 then the parts of the memory, and details."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict

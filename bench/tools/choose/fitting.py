@@ -2,8 +2,6 @@
 sizes. Also a rank's memory as a snapshot like those of ``torch.cuda.memory._dump_snapshot``, for PyTorch's
 viewer (https://pytorch.org/memory_viz) and for ``torch.cuda._memory_viz``."""
 
-from __future__ import annotations
-
 import pickle
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence

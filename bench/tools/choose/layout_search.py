@@ -6,8 +6,6 @@ its micro-batches are off, and corrects the order. The search ends when no layou
 (:meth:`Learned.bounds`) is below that of the fifth best, or when many traces in a row have changed nothing.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The layouts that a search considers: strategies, single and nested, and the ranks along each mesh axis."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -1,8 +1,6 @@
 """What traces teach of candidates: corrections to their estimates, and which strategies take the same steps;
 and the candidates that still wait."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

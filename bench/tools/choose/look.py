@@ -8,8 +8,6 @@ printed from such a look. A look at all layers gives the numbers of `spbench run
 many micro-batches are traced: the peak lacks a rank's inputs of the others (less than 0.01%).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial

@@ -2,8 +2,6 @@
 change that is named was tried. Also why layouts with given ranks along axes are not among the best: `spbench
 advise --why tp=16`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

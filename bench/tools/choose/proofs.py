@@ -8,8 +8,6 @@ next solution is taken. Because savings do not add up exactly, parts of the solu
 switches that count as a share are traced too, the cheapest first, while they can be cheaper.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -2,8 +2,6 @@
 of a time, and the order in which the best layouts are named: first ties with the fastest, the simplest
 first, then the others."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """The small traces that estimates rest on: the model with one and two layers on one rank, without and with
 each memory-saving setting, and each backend on two and four replicas."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

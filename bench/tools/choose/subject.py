@@ -1,8 +1,6 @@
 """The cells that `spbench fit` examines, from a scenario, from a job's files, or from a model with sizes; and
 the lines that list its defaults, each with the flag that sets another value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 (:meth:`Options.savings`, :meth:`Model.savings`), of the backend, and of the ranks along axes. A cell's memory
 switches are the changes that compute the same on the same ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """`spbench doctor`: what works on this machine, and what to do about the rest."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 
 import click

@@ -9,8 +9,6 @@ The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the mod
 :func:`program_flags` proves and completes these flags.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache

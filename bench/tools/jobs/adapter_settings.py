@@ -1,7 +1,5 @@
 """The settings of a model for a job's adapters of low rank (LoRA)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase

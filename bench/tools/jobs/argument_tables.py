@@ -12,8 +12,6 @@ The section ``settings`` says which argument is which setting of a scenario: :me
 argument to setting, :meth:`ArgumentTable.values_of` back.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Every key is translated to the argument of Megatron-LM that means the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache

@@ -6,8 +6,6 @@ Matmuls in eight bits of accelerate's configuration are TransformerEngine's or t
 utils/dataclasses.py: TERecipeKwargs and AORecipeKwargs).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The changes of a training program's arguments that turn a job into another job."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

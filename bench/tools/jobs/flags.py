@@ -4,8 +4,6 @@ A module to_NAME of this package proposes the arguments. :func:`program_flags` r
 compares the job's cell with the cell that was asked for, so that each difference is named.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields

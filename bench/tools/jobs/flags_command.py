@@ -1,7 +1,5 @@
 """`spbench flags`: a cell as the arguments of a training program."""
 
-from __future__ import annotations
-
 import click
 
 from spbench.bench.command_line.options import body, choosing_cells, path_option, printed, shape

@@ -1,7 +1,5 @@
 """`spbench import`: the job of a training program as a scenario, every argument accounted for."""
 
-from __future__ import annotations
-
 import click
 
 from spbench.bench.command_line.options import WholeNumber, body, given, path_option, printed

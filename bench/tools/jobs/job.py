@@ -1,7 +1,5 @@
 """A job of a training program: its arguments, each accounted for, and the settings of the cell they make."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import lexists, relpath

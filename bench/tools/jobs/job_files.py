@@ -3,8 +3,6 @@
 Files of a program that spbench knows by name but does not read are refused, with advice.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import re

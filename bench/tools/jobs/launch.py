@@ -2,8 +2,6 @@
 command's arguments as values by name, like the keys of a configuration.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

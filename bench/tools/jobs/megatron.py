@@ -1,8 +1,6 @@
 """Jobs of Megatron-LM: a launch script or command line of pretrain_gpt.py or pretrain_bert.py, or the YAML of
 one of its functional tests."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod

@@ -9,8 +9,6 @@ Such keys are Megatron-LM's arguments with underscores: for example ``sequence_p
 ``--sequence-parallel``, and ``add_bias_linear: false`` for ``--disable-bias-linear``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace

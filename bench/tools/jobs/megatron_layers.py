@@ -2,8 +2,6 @@
 experts or a window of attention, and how many layers each stage of the pipeline has.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Sequence

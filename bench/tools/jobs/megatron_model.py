@@ -2,8 +2,6 @@
 settings that depend on the card and on the release of NVIDIA's container: above all, the kernel that
 TransformerEngine takes for attention."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

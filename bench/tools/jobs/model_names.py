@@ -1,8 +1,6 @@
 """The model that a name in a job means: a file, a model on Hugging Face, or a model whose name differs from
 the job's only in words that change no size."""
 
-from __future__ import annotations
-
 from os.path import lexists
 from pathlib import Path
 from typing import Any, NamedTuple

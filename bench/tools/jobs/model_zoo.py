@@ -1,8 +1,6 @@
 """Jobs of Megatron-MoE-ModelZoo: a model's YAML of Megatron-LM's arguments, and the run script that gives its
 variables, as sbatch_benchmarking.sh puts them together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -2,8 +2,6 @@
 experiment for torchtitan has torchtitan's keys and some keys of Primus's own.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

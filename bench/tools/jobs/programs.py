@@ -2,8 +2,6 @@
 signature of a job's files, their keys, the fields of a step that the keys say, and each key's outcome.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -6,8 +6,6 @@ A torchtitan function returns a ``Trainer.Config(...)``, or sets attributes of t
 function returns. The file bridge.yaml has what the functions set with which recipes begin, by name.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

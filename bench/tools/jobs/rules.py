@@ -23,8 +23,6 @@ with words in ``each`` is followed once for each word, which replaces the rule's
 ``{NAME}`` is an argument as the job spells it, and ``{NAME=}`` the argument's value.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ A value that only a run could tell (the output of ``$(...)``, a variable that is
 in a word; :func:`unknown_in` returns the source text that a mark replaces.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 and marks: characters that replace, in a word, a part whose value only a run of the script could tell.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A line of that section says which keys give a field; the :mod:`rules` have most lines, this module the others.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

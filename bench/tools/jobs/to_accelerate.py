@@ -1,7 +1,5 @@
 """A cell as an `accelerate launch` of a script whose arguments are the Trainer's."""
 
-from __future__ import annotations
-
 from spbench.bench.cell import Cell
 from spbench.bench.setting_values import CONFIG
 from spbench.bench.tools.jobs.account import Account

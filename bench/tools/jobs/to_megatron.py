@@ -1,7 +1,5 @@
 """A cell as a command of Megatron-LM's pretrain_gpt.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby

@@ -1,7 +1,5 @@
 """A cell as a TOML of torchtitan, of Llama 3 or Qwen3."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

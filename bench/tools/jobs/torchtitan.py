@@ -1,8 +1,6 @@
 """Jobs of torchtitan, of Llama 3 and Qwen3: its TOML, and its configurations in Python where they are plain
 values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache

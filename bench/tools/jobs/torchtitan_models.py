@@ -5,8 +5,6 @@ parallelisms/pipelining_utils.py at 3f20451b. A registry, which is Python that m
 translated to the sections of a TOML without running the Python.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ Pipelines and experts follow NeMo Automodel (commit 36044ad3: components/distrib
 and components/moe/parallelizer.py), by torch.distributed.pipelining and ``fully_shard``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace

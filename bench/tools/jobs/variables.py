@@ -1,7 +1,5 @@
 """The variables of a job's environment that torch, CUDA and NCCL read, and which of them are modelled."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache

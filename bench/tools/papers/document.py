@@ -16,8 +16,6 @@ REPRODUCE.md has the papers' headline claims and ours, and a verdict on each pap
 and figures, a line each.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

@@ -10,8 +10,6 @@ quantile of that source's own errors. Times that rest on substitutes of rates ha
 (:data:`EVER_WORSE`).
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence

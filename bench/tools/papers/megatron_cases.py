@@ -7,8 +7,6 @@ recorded the value. Only the cases in ``roles`` of megatron_cases.yaml had setti
 golden values. Some golden values belong to other arguments than the case's; see :func:`departures`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

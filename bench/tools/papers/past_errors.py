@@ -6,8 +6,6 @@ committed results. The files of :data:`WITHOUT_RATES` have the same runs on clus
 without one rate, so that another rate prices its work.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields

@@ -6,8 +6,6 @@ asks for them anew. Cells are kept in results/runs, where `spbench run` keeps th
 command that was interrupted goes on where it was.
 """
 
-from __future__ import annotations
-
 import click
 
 from spbench.bench.command_line.options import body, executor, fresh, jobs, path_option, printed

@@ -1,7 +1,5 @@
 """The reproduction of a paper: run its scenarios' cells, and compare each published number with ours."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

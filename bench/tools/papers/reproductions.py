@@ -3,8 +3,6 @@
 For the pages of strategies it writes rows of two scenarios, and traces of a layer, for the report.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence

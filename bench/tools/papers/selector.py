@@ -1,8 +1,6 @@
 """Selectors of our numbers for comparison with published ones: a cell of a scenario, named by its particular
 settings, and a field of the cell's measurement, for a rank, a step and a phase."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass

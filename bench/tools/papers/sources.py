@@ -2,8 +2,6 @@
 people (measurements of real machines, step times, runs of mixtures of experts), each of which is reproduced
 like one paper; and the values of published formulas."""
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

@@ -6,8 +6,6 @@ Errors of memory by data-parallel backend, and verdicts on published runs that t
 as evidence for the trust in other memory and verdicts.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The site as a folder of files: all files are rendered, and the new folder then replaces an earlier site."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Drawings for pages, as SVG in the style of the suite's figures: one layer of a strategy (kernels and
 messages of each rank over time), and metrics over commits."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ run here), RESULTS/baseline (committed rows of a few scenarios), and RESULTS/rep
 that were measured elsewhere, only the numbers that published tables have).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

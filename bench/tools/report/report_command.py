@@ -1,7 +1,5 @@
 """`spbench report`: a static site of the results."""
 
-from __future__ import annotations
-
 import time
 from importlib.util import find_spec
 from pathlib import Path

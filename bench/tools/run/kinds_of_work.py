@@ -1,7 +1,5 @@
 """The rates of a cluster as text, by kind of work (matmuls, attention, ...), or what a simulation assumes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 

@@ -6,8 +6,6 @@ and which rates are not known, or draws the rates that its matmuls, attention ke
 as a simulation has them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

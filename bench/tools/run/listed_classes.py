@@ -1,7 +1,5 @@
 """The lines of `spbench list` on classes and models; to read them, the modules and torch are imported."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`spbench mcp`: commands that only read, offered to agents by the Model Context Protocol."""
 
-from __future__ import annotations
-
 import click
 
 from spbench.bench.command_line.options import body

@@ -6,8 +6,6 @@ cannot change the answer. The command's process reads files only as data, and en
 that write files, or that use other machines, are no arguments of a tool.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

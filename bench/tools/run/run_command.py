@@ -1,7 +1,5 @@
 """`spbench run`: run a scenario's cells, or say which would run."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

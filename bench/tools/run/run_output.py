@@ -1,8 +1,6 @@
 """The output of `spbench run`: the measurements of cells, comparisons with published numbers, and a verdict;
 with --dry-run the cells that would run."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

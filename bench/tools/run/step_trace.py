@@ -1,7 +1,5 @@
 """`spbench trace` at work: the simulated step of one cell, written event by event, and the text on it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

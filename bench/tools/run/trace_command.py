@@ -1,7 +1,5 @@
 """`spbench trace`: the simulated step of one cell, event by event."""
 
-from __future__ import annotations
-
 import click
 
 from spbench.bench.command_line import options

@@ -1,7 +1,5 @@
 """`spbench verify`: strategies against the single-device model."""
 
-from __future__ import annotations
-
 import click
 
 from spbench.bench.command_line import options

@@ -1,8 +1,6 @@
 """`spbench verify` at work and its output: the verdict, where strategies go wrong, verdicts by strategy, and
 cases that are not green, grouped by strategy, model and reason."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence

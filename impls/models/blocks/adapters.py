@@ -20,8 +20,6 @@ modelled, because the model would then depend on the number of ranks.
 Letters of experts: R rows (tokens at their experts), F features of an expert, P opening projections, 1 or 2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Shape letters: B batch, L sequence (this rank's part of it, where a strategy chu
 rank's features of it between projections), Z heads (this rank's), A head size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -10,8 +10,6 @@ Shape letters: B batch, L sequence (this rank's part of it, where a strategy chu
 V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self

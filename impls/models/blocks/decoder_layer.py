@@ -4,8 +4,6 @@ Shape letters: B batch, L sequence (this rank's part of it, where a strategy chu
 of the MLP (this rank's).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -14,8 +14,6 @@ gathers the result (core/transformer/multi_token_prediction.py).
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, K modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The options of a decoder's layers: the layers' parts, and the kernels that compute them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """Closed forms of a decoder's pipeline stage: its sites (calls of the strategy) and counts of parameters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace

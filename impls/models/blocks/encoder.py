@@ -7,8 +7,6 @@ Shape letters: B batch, L sequence (this rank's part of it, where a strategy chu
 Z heads (this rank's), A head size, K Linformer's projected length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

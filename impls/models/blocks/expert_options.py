@@ -1,7 +1,5 @@
 """The options of a decoder whose MLPs are mixtures of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ Letters: R rows (tokens at this rank's experts, sorted by expert), n experts of 
 rank's features of an expert, P opening projections, 1 or 2. ``lengths`` are the rows of each expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ tokens of this rank, E experts, k experts a token, R rows (tokens at this rank's
 this rank's features of an expert. ``lengths`` are the rows of each expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

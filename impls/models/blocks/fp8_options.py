@@ -1,7 +1,5 @@
 """The options of a decoder whose matmuls are in eight bits, and the sites of the scales of these matmuls."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

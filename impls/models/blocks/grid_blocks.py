@@ -7,8 +7,6 @@ Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a str
 Z heads (this rank's), A head size, C channels of a token.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

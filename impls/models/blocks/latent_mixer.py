@@ -14,8 +14,6 @@ Shape letters: B batch, L sequence (this rank's part of it, where a strategy chu
 query and key without a position and R that RoPE turns, A of a value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast

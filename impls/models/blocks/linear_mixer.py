@@ -4,8 +4,6 @@ Shape letters: B batch, L sequence (this rank's part of it, where a strategy chu
 projections this rank's features), Z heads (this rank's), A head size, D size of queries and keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The norm that a decoder's options describe."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from spbench.impls.kernels.layer_norm import LayerNorm

@@ -1,7 +1,5 @@
 """Sequences that are packed of documents: the documents' lengths, and what positions attend to."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache

@@ -7,8 +7,6 @@ reentrant checkpoint holds on the device while a block runs backward.
 for backward, and make the result again from tensors that are kept anyway (Megatron-LM's
 CheckpointWithoutOutput, for moe_act, layernorm and mla_up_proj of --recompute-modules)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

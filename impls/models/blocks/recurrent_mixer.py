@@ -24,8 +24,6 @@ again. Megatron-Core (ssm/mamba_mixer.py) leaves the gate to that kernel: the ke
 the gate, and the norm keeps the gated result too.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ losses that balance the experts' loads.
 Letters: T tokens of this rank, H hidden, E experts, k experts a token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

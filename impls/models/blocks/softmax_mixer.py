@@ -9,8 +9,6 @@ projections this rank's features), Z heads (this rank's), G heads of keys and va
 are the numbers of a part's heads of queries, of its heads of keys and values, and of its positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ and sites; the options of latent attention and of multi-token prediction, named 
 Shape letters: B batch, L sequence, H hidden, Z heads, G heads of keys and values, A head size, F features.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

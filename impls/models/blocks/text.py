@@ -9,8 +9,6 @@ and takes its part of the batch.
 Shape letters: B batch, L sequence.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections import Counter

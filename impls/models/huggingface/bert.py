@@ -1,7 +1,5 @@
 """BERT (``BertForPreTraining``, arXiv 1810.04805): the encoder with the heads of pre-training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 with a norm before each, and RoPE on a share of each head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -12,8 +12,6 @@ Any other field is refused by name, because a field that is silently ignored may
 For models of text and images only ``text_config`` counts: the tower for images is left out.
 """
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

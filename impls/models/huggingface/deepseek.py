@@ -5,8 +5,6 @@ Families with DeepSeek-V3's router and other attention: GLM-4.5 to 4.7 (arXiv 25
 GLM-4.7-Flash has latent attention, and MiniMax-M2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 

@@ -2,8 +2,6 @@
 from Gemma 2 on norms around attention and MLP, and windows. The 1 that Gemma adds to norms' weights is left
 out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

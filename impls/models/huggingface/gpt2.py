@@ -1,7 +1,5 @@
 """GPT-2 (``GPT2LMHeadModel``): learned positions, layer norms, biases, GELU, a head tied to the embedding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -4,8 +4,6 @@ without a sliding window, Qwen2 and Qwen2.5 (arXiv 2407.10671) with biases of qu
 ``rope_scaling``, or, from transformers 5 on, by ``rope_parameters``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Llama 4 (``Llama4ForCausalLM``): the text model, from a file of its own or a file for text and images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,8 +1,6 @@
 """Families whose layers differ little from Llama's: Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905), GLM-4,
 Seed-OSS, and OLMo 2 and 3 (arXiv 2501.00656)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar

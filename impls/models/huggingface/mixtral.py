@@ -3,8 +3,6 @@ with experts (``Qwen2MoeForCausalLM``, arXiv 2407.10671), Qwen3 with experts (ar
 (``GptOssForCausalLM``, arXiv 2508.10925) with windows in every other layer and attention sinks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Nemotron-H (``NemotronHForCausalLM``, arXiv 2504.03624): layers of Mamba-2, attention, MLPs and experts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

@@ -1,8 +1,6 @@
 """Published models by their names on Hugging Face, with the fields of their config.json that count. This
 module does not import torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

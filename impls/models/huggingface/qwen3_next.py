@@ -1,8 +1,6 @@
 """Qwen3-Next (``Qwen3NextForCausalLM``) and Qwen3.5: Gated DeltaNet in most layers, softmax attention with an
 output gate in the others, and experts or an MLP in each layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal

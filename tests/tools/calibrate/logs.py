@@ -1,7 +1,5 @@
 """Logs as benchmarks and profilers write them, of machines whose rates are known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from typing import Any

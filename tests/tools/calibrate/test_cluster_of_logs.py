@@ -1,7 +1,5 @@
 """Clusters from logs: rates that are known come back, and what no log says is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

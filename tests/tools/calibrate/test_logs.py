@@ -1,7 +1,5 @@
 """Reading logs: what each kind says, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -4,8 +4,6 @@ Predicted steps beside measured ones: the arithmetic, on made-up times. Calibrat
 found again, and mistakes in what to fit are told in one line.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

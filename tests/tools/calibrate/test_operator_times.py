@@ -1,8 +1,6 @@
 """Operators inside training steps: the clock around them, on made-up seconds, and what follows from it.
 Made-up measurements of machines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results to export, and the command line."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

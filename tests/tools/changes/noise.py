@@ -5,8 +5,6 @@ a process of its own, on a machine of two cores with a load of about 12: rounds 
 drawn from these by pairs that followed each other, so that drifts and outliers stay as they were.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

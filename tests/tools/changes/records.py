@@ -1,7 +1,5 @@
 """Histories that are made up: records of two machines over commits, with noise."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 import statistics

@@ -1,7 +1,5 @@
 """Result rows that are made up, and folders of them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

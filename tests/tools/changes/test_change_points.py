@@ -1,7 +1,5 @@
 """Changes of level are found where they were planted, and in noise there are none."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`spbench export`: what is written where; asv and pytest-benchmark read what is exported for them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

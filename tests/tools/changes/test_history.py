@@ -1,7 +1,5 @@
 """Histories: series, their steps with the commits that made them, targets, and what was meant."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Measured numbers: what is found with noise as of a real machine, what is not, and what is not judged."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

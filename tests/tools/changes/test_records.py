@@ -1,7 +1,5 @@
 """Records: which commit and machine results are of, what is refused, and files that are no records."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The Markdown of a pull request and the JUnit file, as their parsers read them, and compare's exit code."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

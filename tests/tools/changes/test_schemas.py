@@ -1,7 +1,5 @@
 """github-action-benchmark and PyTorch HUD: what they take, and our values."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What exports, the gate and histories print of made-up results."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Sequence

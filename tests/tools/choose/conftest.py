@@ -1,7 +1,5 @@
 """`spbench fit` and `spbench advise` in this process: their workers run here, one cell at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import islice

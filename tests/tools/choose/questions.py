@@ -1,7 +1,5 @@
 """Questions about a model whose traces take moments, and cards of a chosen size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

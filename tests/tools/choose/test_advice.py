@@ -1,7 +1,5 @@
 """Answers of searches: ties, the simplest first, why the winner wins, and what a terminal shows of them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

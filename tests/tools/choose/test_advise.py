@@ -1,7 +1,5 @@
 """`spbench advise`: its answer in all forms, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A log taken apart: when it is largest, what holds it then, and the smallest card on which it fits."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Tasks of workers: their outcomes are kept on disk by cell, function and arguments. Stages of pipelines that
 are traced beside each other: the answer is that of one worker, and no stage is traced twice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

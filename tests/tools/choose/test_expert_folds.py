@@ -1,7 +1,5 @@
 """Layouts of models with experts: how these are shared out, what it costs, and few layers for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 

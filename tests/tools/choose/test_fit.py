@@ -3,8 +3,6 @@
 What a terminal shows of `spbench fit`: the verdict and the first change on a screen of 40 lines.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

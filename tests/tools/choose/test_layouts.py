@@ -1,7 +1,5 @@
 """Which layouts a search looks at, and why others cannot be."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping

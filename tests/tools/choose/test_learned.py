@@ -1,8 +1,6 @@
 """What a search knows of candidates that were not traced: what cannot win is left out, and nothing else. Also
 strategies that take the same steps: one of them stands for both, and only then."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Steps put together from traces of few layers and micro-batches beside those that were traced whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

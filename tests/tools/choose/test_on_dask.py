@@ -1,7 +1,5 @@
 """`spbench advise` whose layouts are traced by the workers of a real Dask cluster."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

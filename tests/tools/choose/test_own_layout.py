@@ -1,7 +1,5 @@
 """The layout that a job has already, in the answer beside the best."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

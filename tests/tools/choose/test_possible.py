@@ -1,7 +1,5 @@
 """What stands in the way of an answer: what a refusal names is changed, and then there is an answer."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

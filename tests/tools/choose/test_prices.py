@@ -1,8 +1,6 @@
 """What settings of a layout cost: what `spbench run` has of it and of it with that one changed; which memory
 switches are taken away, on made-up times; and floors of steps, by the places of a group's ranks."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

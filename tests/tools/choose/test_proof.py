@@ -1,7 +1,5 @@
 """The search beside traces of all layouts that there are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,8 +1,6 @@
 """The changes that options and backends declare: each can be made, and asks for something else. Also those of
 a cell that does not fit, with made-up memory: pairs where no single one is enough."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any

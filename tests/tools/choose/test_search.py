@@ -1,8 +1,6 @@
 """The search beside brute force, on made-up times: estimates, off by a factor of the strategy, one of the
 ranks along its axes and a little noise."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

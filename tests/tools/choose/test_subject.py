@@ -1,7 +1,5 @@
 """What `spbench fit` takes for granted of a model."""
 
-from __future__ import annotations
-
 import pytest
 
 from spbench.bench.cell import Sizes

@@ -1,7 +1,5 @@
 """`spbench fit --budget`: the switches that cost least, against all single ones and all pairs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The command line: exit codes; for what a user can get wrong 2, and one short line with what, where, how."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import inspect

@@ -4,8 +4,6 @@ The code that is compared is a stand-in for spbench, in a repository of its own:
 milliseconds, by which each test can say what differs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

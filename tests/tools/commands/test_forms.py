@@ -1,7 +1,5 @@
 """Reports: the forms they are printed in, and forms that other distributions add."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

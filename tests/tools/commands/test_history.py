@@ -3,8 +3,6 @@
 A checkout of spbench that is not what Python imports: a run says so, and the gate refuses it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -3,8 +3,6 @@
 `spbench flags`: what it writes, and its one line where a program has not what a cell says.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """Rates of a cluster by size, against what a simulation of one kernel or one message takes by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

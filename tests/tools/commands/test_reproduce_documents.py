@@ -3,8 +3,6 @@
 `spbench reproduce datasheets` and `bands`: the files that they make, and what they refuse.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The table of memory by rank class and step: which fits, how much it takes, and what holds it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

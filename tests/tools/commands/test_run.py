@@ -5,8 +5,6 @@ A run says which attention kernel stood for that which nobody named.
 ``--plain-trace``: the quick way to trace gives the numbers of the plain one, bit by bit.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

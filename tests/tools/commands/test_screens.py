@@ -5,8 +5,6 @@ What a terminal shows of outputs: what has room, what is below, what is named as
 Progress: one line on a terminal, a line a tenth elsewhere, nothing with --quiet, and faults always.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

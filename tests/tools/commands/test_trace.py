@@ -1,7 +1,5 @@
 """The command that writes a trace: which cell it takes, what it says, and its one line for each mistake."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Jobs of all programs, and reading them with a text changed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 and jobs of Primus: models of its own files, matmuls in eight bits, an optimizer of other precisions.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

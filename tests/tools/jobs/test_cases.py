@@ -1,7 +1,5 @@
 """Jobs whose files are changed in one place: the settings that they make, or why they are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

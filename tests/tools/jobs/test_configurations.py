@@ -1,7 +1,5 @@
 """Jobs of torchtitan, DeepSpeed and Megatron-Bridge: every key accounted for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

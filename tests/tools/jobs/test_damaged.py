@@ -3,8 +3,6 @@
 SPBENCH_FUZZ is how many of each kind are tried; a few by default, so that the default tests stay quick.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

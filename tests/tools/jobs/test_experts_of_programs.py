@@ -1,7 +1,5 @@
 """Experts, pipelines, eight bits and other optimizers in jobs of programs around transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Cells as the flags of programs: read back they are the same cell, and what a program has not is named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

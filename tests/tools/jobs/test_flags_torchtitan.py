@@ -2,8 +2,6 @@
 scenarios, as flags of the programs that can mean them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

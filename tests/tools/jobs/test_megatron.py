@@ -1,7 +1,5 @@
 """Jobs of Megatron-LM: every argument accounted for, and the defaults that it derives."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

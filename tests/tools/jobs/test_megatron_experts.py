@@ -1,7 +1,5 @@
 """Experts, latent attention and multi-token prediction of Megatron-LM's jobs, and the way back."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 condition, and arguments that are given.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from spbench.bench.errors import UserError

@@ -2,8 +2,6 @@
 So are scripts of ms-swift that start something beside a tuning, of transformers or Megatron-Core.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ An argument is mapped, approximated or refused, and --strict refuses what stands
 Names of models: copies, tuned and quantized ones have the sizes of what they come from.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

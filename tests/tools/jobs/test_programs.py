@@ -1,7 +1,5 @@
 """Jobs of programs around transformers: what their keys are here, and what stands for what is missing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

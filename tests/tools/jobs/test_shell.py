@@ -2,8 +2,6 @@
 move something that is not modelled, or nothing.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """torchtitan's registries in Python, and its models with experts, and its pipelines."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

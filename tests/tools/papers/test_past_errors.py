@@ -1,8 +1,6 @@
 """Published times beside ours: as observations of the error model, in a table and by the order of layouts.
 Which golden values of Megatron-LM may not be those of their cases' arguments."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Roles: what was fitted, what was looked at to choose a setting, and what is left as a prediction. Numbers
 of a rank and of a step beside published ones, and several measurements of one cell."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The tables of pages: errors by who measured, errors of all results, and the ladder of longest sequences."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Sites that tests look at: of the committed results, and of a small part of them; and the system's Chromium,
 driven by Playwright, which sees what a page asks for and what it complains of."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The site in a browser: run with ``pytest -m slow tests/tools/report``."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

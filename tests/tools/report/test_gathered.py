@@ -1,7 +1,5 @@
 """What the site is made of."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

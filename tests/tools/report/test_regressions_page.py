@@ -1,7 +1,5 @@
 """The page of regressions: what `spbench compare` finds, and what a history says of its series."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

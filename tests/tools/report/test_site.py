@@ -1,7 +1,5 @@
 """The site as files: whole, linked, with the numbers of its CSV files, and put in place at once."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The pages of strategies: what is drawn and listed is what was simulated, metered and verified."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gzip

@@ -3,8 +3,6 @@
 The verdict on published numbers: planted records, one for each part of the rule.
 """
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

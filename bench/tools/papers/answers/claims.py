@@ -16,8 +16,6 @@ values:
     ours: each / baseline
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

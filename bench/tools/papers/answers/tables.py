@@ -27,8 +27,6 @@ A row may be one of several measurements of a cell, and its numbers those of a r
 Fields are those of :mod:`tools.papers.selector`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

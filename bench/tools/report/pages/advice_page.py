@@ -1,7 +1,5 @@
 """The page of saved answers of `spbench advise`: the best layouts for each question, with lower bounds."""
 
-from __future__ import annotations
-
 import ast
 import csv
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The page of cells: every row in a table that readers filter, sort and search, with details of each row."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

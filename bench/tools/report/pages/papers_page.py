@@ -2,8 +2,6 @@
 methods, errors and machines. And a page for each paper: its tables and claims with our numbers, which numbers
 are not met, and the scenarios' text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

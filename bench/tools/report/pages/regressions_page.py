@@ -5,8 +5,6 @@ Series with a step or a target are drawn in panels, by suite and metric, and so 
 either. An exact series without a step or a target is nearly constant, so that it has only a table line.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """A page of all strategies, and a page for each strategy: a drawing of one layer, bytes by closed form and by
 meter, memory at the peak, verdicts of verification, and the cells of results that use the strategy."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
