@@ -30,6 +30,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def verified(
+    step: str,
     strategy: Sequence[str],
     model: Sequence[str],
     *,
@@ -48,6 +49,10 @@ def verified(
     Raises:
         UserError: a name is unknown, or an option or its value is refused.
     """
+    if step and any(
+        (strategy, model, pairs, peers, dtype, part, changes, device == "cuda", backend != DEFAULT_BACKEND)
+    ):
+        raise UserError(f"{step} is verified in float64 as it is; leave out all options but --world-size")
     if peers:
         strategy = [
             *strategy,
@@ -57,29 +62,37 @@ def verified(
     models = [name for text in model for name in measure.cell_names("model", text)]
     _check_names(named, models, dtype, part, backend)
     options = _options(changes, [models, named, [backend]])
-    made_by: dict[str, Any] = {"backend": backend, "device": measure.chosen_device(device or "available")}
+    made_by: dict[str, Any] = {
+        "backend": backend,
+        "device": measure.chosen_device(device or ("cpu" if step else "available")),
+    }
     made_by |= {name: measure.provenance()[name] for name in ("commit", "torch")}
     made_by |= {"code": measure.verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     with measure.kept_verdicts(output, made_by) as verdicts, Progress() as progress:
-        for row in measure.verify_cases(
-            [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
-            models or None,
-            list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
-            list(dtype or ("fp64",)),
-            list(part) or None,
-            model_options=options["model_options"],
-            options=options["strategy_options"],
-            backend=backend,
-            backend_options=options["training"],
-            device=made_by["device"],
-            expect=progress.expect,
-            explain=1,
-        ):
+        rows = (
+            measure.verify_step(step, world_size, expect=progress.expect)
+            if step
+            else measure.verify_cases(
+                [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
+                models or None,
+                list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
+                list(dtype or ("fp64",)),
+                list(part) or None,
+                model_options=options["model_options"],
+                options=options["strategy_options"],
+                backend=backend,
+                backend_options=options["training"],
+                device=made_by["device"],
+                expect=progress.expect,
+                explain=1,
+            )
+        )
+        for row in rows:
             verdicts.append(finite(dataclasses.asdict(row)))
             progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
             progress.now(f"{progress.done} of {progress.total} cases; {_spelled(row)}: {row.status}")
     judged = _output(verdicts, named, [output / measure.VERDICTS_FILE] if output is not None else [])
-    chosen = (named, models, world_size, dtype, part, changes, backend != DEFAULT_BACKEND)
+    chosen = (step, named, models, world_size, dtype, part, changes, backend != DEFAULT_BACKEND)
     if judged.code == 0 and not any(chosen):
         measure.keep_package_proof()
     return judged
