@@ -10,7 +10,7 @@ from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, memory_table
 from spbench.bench.command_line.progress import message, remark
-from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import shown_time
