@@ -8,7 +8,7 @@ from spbench.bench import measure
 from spbench.bench.command_line.options import refuse_given
 from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message, remark
-from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.units import gib, mib, shown_share, three_digits
 
