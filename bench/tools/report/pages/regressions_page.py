@@ -253,7 +253,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "quiet": [*history_drawings(assessments, quiet=True)],
         },
         order=80,
-        summary="What is worse than it was: results compared with committed baselines, and metrics over commits.",
+        summary="What is worse than before: results against committed baselines, and metrics over commits.",
     )
 
 
