@@ -5,13 +5,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
 from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.command_line.progress import message
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_together
 from spbench.bench.measure import RESULTS_FILE
@@ -22,6 +23,8 @@ from spbench.bench.tools.changes.judgement import Suite, read_suite
 from spbench.bench.tools.changes.metrics import Reading, readings
 from spbench.bench.tools.changes.result_files import Origin, read_results, suite_of
 
+#: what records of other programs hold
+FORMS = RecordForms(Path(__file__).with_name("exports.yaml"))
 #: statuses of cells whose numbers count, as in the gate
 WITH_VALUES = ("ok", "oom")
 
@@ -41,6 +44,12 @@ class ExportedValue(NamedTuple):
     @property
     def origin(self) -> Origin:
         return self.suite.origin(self.row)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The names that expressions of exports.yaml have for a number of a cell."""
+        names = {**self._asdict(), "metric": self.reading.metric, "value": self.number, "origin": self.origin}
+        return {**names, "cell": self.row["cell"], "facts": names["origin"].machine}
 
 
 def integral(value: float) -> float:

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,12 @@ import click
 
 from spbench.bench.command_line.options import printed
 from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.tools.changes.history import Assessment, History, Target, counts, read_history
 from spbench.bench.tools.changes.series import Series, Step
 from spbench.plots.series import grouped
 
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: so many series or fewer are shown commit by commit; an overview of so many or fewer has quiet series too
 _IN_FULL, _AT_A_GLANCE = 3, 20
 
@@ -173,10 +174,7 @@ def _series_tables(assessments: Sequence[Assessment]) -> list[Table]:
     shown = [a for a in _worst_first(assessments) if a.steps or a.targets or len(assessments) <= _AT_A_GLANCE]
     quiet = len(assessments) - len(shown)
     title = f"Series{f' with steps or targets ({quiet} others have none)' if quiet else ''}"
-    important = ("metric", "first", "last", "unit", "steps", "target")
-    return (
-        [Table(title, list(map(series_ends, shown)), important=important, below=("cell",))] if shown else []
-    )
+    return [TABLES.table("series at a glance", title, shown, targets=_targets_text)] if shown else []
 
 
 def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
@@ -185,39 +183,24 @@ def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
 
 def series_ends(assessment: Assessment) -> dict[str, Any]:
     """A table line on a series: its metric, first and last value, number of commits and steps, targets."""
-    series = assessment.series
-    return {
-        "metric": series.metric.name,
-        "first": series.spelled(series.points[0].value),
-        "last": series.spelled(series.points[-1].value),
-        "unit": series.unit,
-        "commits": len(series.points),
-        "steps": len(assessment.steps),
-        "target": _targets_text(assessment),
-        **{name: getattr(series, name) for name in ("machine", "cell", "suite")},
-    }
+    return TABLES.record("series", assessment, targets=_targets_text)
 
 
 def _over_commits(assessment: Assessment) -> Table:
     series = assessment.series
-    lines = []
-    before = None
-    for point in series.points:
-        lines.append(
-            {
-                "commit": point.commit.short,
-                "date": point.commit.date[:16].replace("T", " "),
-                "value": series.spelled(point.value),
-                "change": None if before is None else series.difference(before, point.value),
-                "": "; ".join(_remark(step) for step in assessment.steps if step.first_after is point),
-            }
-        )
-        before = point.value
+    lines = [
+        {
+            "point": point,
+            "before": before,
+            "remarks": "; ".join(_remark(step) for step in assessment.steps if step.first_after is point),
+        }
+        for before, point in pairwise([None, *series.points])
+    ]
     machine = f", {series.machine}" if series.machine else ""
     unit = f" ({series.unit})" if series.unit else ""
     targets = f"; {_targets_text(assessment)}" if assessment.targets else ""
     title = f"{series.metric.name}{unit} of {series.cell}, {series.suite}{machine}{targets}"
-    return Table(title, lines, below=("",))
+    return TABLES.table("points", title, lines, series=series)
 
 
 def _remark(step: Step) -> str:
@@ -227,70 +210,31 @@ def _remark(step: Step) -> str:
 
 def _steps_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
     lines = [
-        {
-            "": _verdict(step),
-            "metric": a.series.metric.name,
-            "before": a.series.spelled(step.before),
-            "after": a.series.spelled(step.after),
-            "change": a.series.difference(step.before, step.after),
-            "commits": step.commit_range,
-            "kind": "drift" if step.drift else "step",
-            "meant": step.meant,
-            "also changed": _also_changed(step),
-            "machine": a.series.machine,
-            "cell": a.series.cell,
-        }
-        for a in _worst_first(assessments)
-        for step in reversed(a.steps)
+        {"series": a.series, "step": step} for a in _worst_first(assessments) for step in reversed(a.steps)
     ]
     if lines:
         title = "Steps, of each series the newest first"
-        important = ("", "metric", "change", "commits", "before", "after")
-        yield Table(title, lines, important=important, below=("cell", "meant", "also changed"))
+        yield TABLES.table("steps", title, lines, verdict=_verdict, also_changed=_also_changed)
 
 
 # -- for programs ----------------------------------------------------------------------------------------
 
 
-def _names(series: Series) -> dict[str, str]:
-    own = {name: getattr(series, name) for name in ("suite", "machine", "cell")}
-    return {**own, "metric": series.metric.name, "unit": series.unit}
-
-
-def _points(series: Series) -> list[dict[str, Any]]:
-    return [{"commit": p.commit.hash, "date": p.commit.date, "value": p.value} for p in series.points]
-
-
 def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
     """A record for each point of a series; a point that begins a step also has the step's verdict."""
-    by_commit = {step.first_after.commit.hash: step for step in assessment.steps}
-    for line in _points(assessment.series):
-        step = by_commit.get(line["commit"])
-        verdict, commits, meant = (step.verdict, step.commit_range, step.meant) if step else [None] * 3
-        yield {**_names(assessment.series), **line, "step": verdict, "commits": commits, "meant": meant}
+    series, by_commit = assessment.series, {step.first_after.commit: step for step in assessment.steps}
+    for point in series.points:
+        step = by_commit.get(point.commit)
+        yield TABLES.record("point of a series", point, series=series, step=step)
 
 
 def _content(assessment: Assessment) -> dict[str, Any]:
     """A series with its points, steps and targets, as JSON content."""
-    series, missed = assessment.series, assessment.missed
-    return {
-        **_names(series),
-        "better": series.metric.better,
-        "exact": series.exact,
-        "fails": assessment.fails,
-        "points": _points(series),
-        "steps": [_step_content(step) for step in assessment.steps],
-        "targets": [{"value": target.value, "missed": target in missed} for target in assessment.targets],
-    }
-
-
-def _step_content(step: Step) -> dict[str, Any]:
-    return {
-        **{name: getattr(step, name) for name in ("verdict", "drift")},
-        "commits": step.commit_range,
-        **{name: asdict(getattr(step, name).commit) for name in ("last_before", "first_after")},
-        **{name: getattr(step, name) for name in ("before", "after")},
-        "change": step.change if math.isfinite(step.change) else None,
-        "also_changed": step.also_changed,
-        "meant": step.meant,
-    }
+    missed = assessment.missed
+    return TABLES.record(
+        "content",
+        assessment,
+        points=TABLES.records("point", assessment.series.points),
+        steps=TABLES.records("step", assessment.steps, is_finite=math.isfinite),
+        targets=[{"value": target.value, "missed": target in missed} for target in assessment.targets],
+    )

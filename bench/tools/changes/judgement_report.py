@@ -4,9 +4,11 @@ share one line."""
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.row import finite
 from spbench.bench.tools.changes.judgement import Judgement
 from spbench.bench.tools.changes.metrics import METRICS, Difference
@@ -111,19 +113,6 @@ def _change(difference: Difference) -> str:
     return ", ".join(words)
 
 
-_CERTAINTY = Column("99% interval (p)", "certainty")
-_COLUMNS = (
-    Column("", "verdict"),
-    Column("strategy", "strategy"),
-    Column("cells", "differences", len),
-    Column("quantity", "quantity"),
-    Column("base -> new", "values"),
-    _CERTAINTY,
-    Column("what moved", "worst", lambda worst: worst.why),
-    Column("where", "where"),
-)
-
-
 def judgement_report(
     judgement: Judgement, title: str, notes: Sequence[str] = (), about: Mapping[str, Any] | None = None
 ) -> Output:
@@ -137,11 +126,10 @@ def judgement_report(
     """
     differences = judgement.differences
     tested = any(difference.p is not None for difference in differences)
-    columns = [column for column in _COLUMNS if tested or column is not _CERTAINTY]
+    tables = RecordForms(Path(__file__).with_name("tables.yaml"))
 
     def table(title: str, groups: Sequence[ChangeGroup]) -> Table:
-        important = ("", "strategy", "quantity", "base -> new", "cells")
-        return Table.of(title, columns, groups, important=important, below=("what moved", "where"))
+        return tables.table("differences", title, groups, tested=tested)
 
     groups, each = grouped(differences), [ChangeGroup([difference]) for difference in differences]
     lines = [finite(asdict(difference)) for difference in differences]

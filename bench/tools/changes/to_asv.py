@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
 from spbench.bench.row import FAULTS, Row
-from spbench.bench.tools.changes.export_command import WITH_VALUES, Exported, ExportRequest, integral
+from spbench.bench.tools.changes.export_command import FORMS, WITH_VALUES, Exported, ExportRequest, integral
 from spbench.bench.tools.changes.judgement import Suite
 from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading, has_exact_engine, readings
-from spbench.bench.tools.changes.result_files import Origin
 
 #: asv's versions of results and benchmarks.json (asv.results.Results.api_version), and of machine.json
 RESULTS_VERSION, MACHINE_VERSION = 2, 1
@@ -33,8 +32,6 @@ COLUMNS = (
     *("result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b"),
     *("stats_q_25", "stats_q_75", "stats_number", "stats_repeat", "samples", "profile"),
 )
-#: the units that asv scales in its charts
-UNITS = {"s": "seconds"}
 
 Benchmarks = dict[str, dict[str, Any]]
 
@@ -67,22 +64,21 @@ def export(request: ExportRequest) -> Exported:
         for (machine, commit), rows in by_place.items():
             origin = suite.origin(rows[-1])
             entries = _by_benchmark(suite, rows, benchmarks)
-            files[f"{machine}/machine.json"] = _json(_machine(machine, origin), MACHINE_VERSION)
-            results[f"{machine}/{commit[:8]}-{suite.name}.json"] = _json(
-                {
-                    "commit_hash": commit,
-                    "env_name": suite.name,
-                    "date": 1000 * _commit_time_s(commit, suite),
-                    "params": {"machine": machine},
-                    "python": ".".join(origin.versions.get("python", "").split(".")[:2]),
-                    "requirements": {"torch": origin.versions.get("torch", "")},
-                    "env_vars": {},
-                    "result_columns": COLUMNS,
-                    "results": {name: _columns(cells) for name, cells in entries.items()},
-                    "durations": {},
-                },
-                RESULTS_VERSION,
+            about = FORMS.record(
+                "asv machine", machine=machine, facts={} if machine == ANY_MACHINE else origin.machine
             )
+            files[f"{machine}/machine.json"] = _json(about, MACHINE_VERSION)
+            content = FORMS.record(
+                "asv results",
+                suite=suite,
+                origin=origin,
+                machine=machine,
+                commit=commit,
+                time=_commit_time_s(commit, suite),
+                columns=COLUMNS,
+                benchmarks={name: _columns(cells) for name, cells in entries.items()},
+            )
+            results[f"{machine}/{commit[:8]}-{suite.name}.json"] = _json(content, RESULTS_VERSION)
     files[BENCHMARKS_FILE] = _json(benchmarks, RESULTS_VERSION)
     return Exported({**files, **results}, request.left_out())
 
@@ -113,20 +109,12 @@ def _by_benchmark(suite: Suite, rows: Sequence[Row], benchmarks: Benchmarks) -> 
         unit = reading.unit if reading else metric.unit
         quantity = metric.name if metric.unit else f"{metric.name}_{unit}"
         name = f"{suite.name}.{row['cell'].get('strategy') or row['key']}.{quantity}"
-        benchmark = benchmarks.setdefault(
-            name,
-            {
-                "name": name,
-                "type": "track",
-                "unit": UNITS.get(unit, unit),
-                "version": BENCHMARK_VERSION,
-                "code": f"{metric.name}: {metric.better} is better",
-                "param_names": ["cell"],
-                "params": [[]],
-            },
-        )
-        if row["key"] not in benchmark["params"][0]:
-            benchmark["params"][0].append(row["key"])
+        if name not in benchmarks:
+            of_metric = {"metric": metric, "unit": unit, "version": BENCHMARK_VERSION}
+            benchmarks[name] = FORMS.record("asv benchmark", name=name, **of_metric)
+        of_cells = benchmarks[name]["params"][0]
+        if row["key"] not in of_cells:
+            of_cells.append(row["key"])
         by_name[name].append(entry)
     return by_name
 
@@ -159,19 +147,6 @@ def _value(entry: _Entry) -> float | None:
     if entry.reading is not None:
         return integral(entry.reading.value)
     return None if entry.row["status"] in FAULTS else math.nan
-
-
-def _machine(name: str, origin: Origin) -> dict[str, str]:
-    facts = {} if name == ANY_MACHINE else origin.machine
-    memory = facts.get("memory_bytes")
-    return {
-        "machine": name,
-        "os": str(facts.get("os") or ""),
-        "arch": "",
-        "cpu": str(facts.get("cpu") or ""),
-        "num_cpu": str(facts.get("cores") or ""),
-        "ram": str(memory // 2**10) if memory else "",
-    }
 
 
 def _read_benchmarks(path: Path) -> Benchmarks:

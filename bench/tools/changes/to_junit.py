@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.measure import with_band
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.export_command import Exported, ExportRequest, integral

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.measure import with_band
 from spbench.bench.row import Row

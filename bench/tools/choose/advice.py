@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from spbench.bench.command_line.output import records
 from spbench.bench.measure import ATTENTION, packaged_model, priced_by_in_words, written
 from spbench.bench.tools.choose import ranking
-from spbench.bench.tools.choose.fit_verdict import columns, record, words
+from spbench.bench.tools.choose.fit_verdict import TABLES, words
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
@@ -91,22 +90,18 @@ class Advice:
         """One mapping of plain data for each named layout, the best first."""
         best = self.result.best
         ties = sum(map(self.is_tie, best)) > 1
-        every = columns(
-            "layout",
-            yours=lambda seen: seen is self.result.own,
-            tie=lambda seen: ties and self.is_tie(seen),
-            micro_batch=lambda seen: micro_batch_of(seen.cell),
-            settings=lambda seen: written(ranking.settings_beside(self.question.cell, seen.cell)),
-            attention=lambda seen: model_preset(*seen.cell.model_arguments).attention_kernel,
-            behind=lambda seen: seen.step_s / best[0].step_s - 1,
-            sent_bytes=lambda seen: sum(row["sent_bytes"] for row in seen.measurement["formula"]),
-            exposed_communication=lambda seen: seen.parts["exposed_communication_s"] / seen.step_s,
-            bubble=lambda seen: seen.parts["bubble_s"] / seen.step_s,
-            priced_by=lambda seen: seen.measurement.get("priced_by") or [],
-            compute_floor_s=lambda seen: ranking.compute_floor_s(seen.measurement),
-            links_floor_s=lambda seen: ranking.links_floor_s(seen.cell, seen.measurement),
-        )
-        return [{"rank": rank, **each} for rank, each in enumerate(records(every, self.ranked), start=1)]
+        meanings = {
+            "own": self.result.own,
+            "best": best[0] if best else None,
+            "tie": lambda seen: ties and self.is_tie(seen),
+            "micro_batch": micro_batch_of,
+            "settings": lambda cell: written(ranking.settings_beside(self.question.cell, cell)),
+            "attention": lambda cell: model_preset(*cell.model_arguments).attention_kernel,
+            "compute_floor_s": ranking.compute_floor_s,
+            "links_floor_s": ranking.links_floor_s,
+        }
+        lines = TABLES.records("layout", self.ranked, **meanings)
+        return [{"rank": rank, **line} for rank, line in enumerate(lines, start=1)]
 
     def fullness(self) -> str:
         """A warning if the winner is too full or tight, with the first tie that is not too full; else ""."""
@@ -320,7 +315,7 @@ def own_content(answer: Advice) -> dict[str, Any] | None:
     if own is None:
         return None
     return {
-        **record("own", own),
+        **TABLES.record("own", own),
         "words": [*own_in_words(answer)],
         "changes": [
             {"strategy": seen.cell.strategy, "mesh": seen.cell.mesh_text, **asdict(changes)}

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Output, Table, records
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import Progress
-from spbench.bench.command_line.shown_times import TIE, shown_band
+from spbench.bench.command_line.record_forms import TIE, shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure import TIGHT
 from spbench.bench.measure import given as settings_given
 from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked, is_figure, swept_figures
-from spbench.bench.tools.choose.fit_verdict import columns, record
+from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.possible import left_out_by_length, spelled
 from spbench.bench.tools.choose.question import question, whole_numbers
@@ -72,9 +72,9 @@ def report(
             "question": answer.asked,
             "layouts": answer.records(),
             "why": answer.why(),
-            "prices": records(columns("price"), answer.prices),
-            "strategies": [record("brief", seen) for seen in answer.result.of_strategies],
-            "nearest": answer.result.nearest and record("brief", answer.result.nearest),
+            "prices": TABLES.records("price", answer.prices),
+            "strategies": TABLES.records("brief", answer.result.of_strategies),
+            "nearest": answer.result.nearest and TABLES.record("brief", answer.result.nearest),
             "own": own_content(answer),
             "impossible": answer.result.impossible,
             "counts": dict(answer.result.counts),
@@ -111,19 +111,17 @@ def _drawn(answers: Sequence[Advice], path: Path) -> Path:
 
 def _map(answers: Sequence[Advice]) -> Table:
     changed = any(answer.question.figures for answer in answers)
-    every = [each for each in columns("map") if each.name != "cluster" or changed]
     points = [
         {
             **(point := answer.point()),
             "mark": TIE if point["tie"] else "",
             "best": str(answer.winner or ("no layout is possible" if answer.result.impossible else NOTHING)),
-            "tokens_per_s_gpu": (rate := point["tokens_per_s"]) and rate / point["gpus"],
             "layouts": answer.result.counts["looked at"],
             "seconds": answer.seconds,
         }
         for answer in answers
     ]
-    return Table.of("Which layout where", every, points)
+    return TABLES.table("map", "Which layout where", points, changed=changed)
 
 
 #: fields that can vary from answer to answer, and their names for people
@@ -189,9 +187,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
         yield f"{asked}: {NOTHING}{_nearest(answer)}"
         yield from own_in_words(answer)
     else:
-        important = ("strategy", "mesh", "step", "needs GiB", "spare", "", "behind")
-        title, shown = f"The best layouts: {asked}", columns("layouts")
-        yield Table.of(title, shown, _layouts(answer), important=important, below=("beside",))
+        yield TABLES.table("layouts", f"The best layouts: {asked}", _layouts(answer))
         yield from own_in_words(answer)
         traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
         yield from filter(None, [_told_apart(answer), left_out_by_length(answer.question, traced)])
@@ -214,7 +210,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
 def _details(answer: Advice) -> Iterator[Table | str]:
     """The sections on prices of settings, on other strategies, and on how many layouts had each outcome."""
     if answer.prices:
-        yield Table.of(f"What single settings of {answer.winner} cost", columns("prices"), answer.prices)
+        yield TABLES.table("prices", f"What single settings of {answer.winner} cost", answer.prices)
     named, best = {seen.cell.strategy for seen in answer.ranked}, answer.result.best
     others = [seen for seen in answer.result.of_strategies if seen.cell.strategy not in named]
     if answer.winner is not None and others:
@@ -268,18 +264,11 @@ def _nearest(answer: Advice) -> str:
 
 
 def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
-    """The records of the named layouts, each with its marks, time interval and settings for people."""
+    """The records of the named layouts, each with its marks, time interval and floors for people."""
     for seen, line in zip(answer.ranked, answer.records(), strict=True):
-        beside = line["settings"].replace("model_options.", "").replace("strategy_options.", "")
         marks = {TIE: line["tie"], "yours": line["yours"], TIGHT: line["verdict"] == TIGHT}
         mark = " ".join(word for word, has in marks.items() if has)
-        yield {
-            **line,
-            "mark": mark,
-            "band": shown_band(seen.banded),
-            "beside": beside,
-            "floors": _floors(line),
-        }
+        yield {**line, "mark": mark, "band": shown_band(seen.banded), "floors": _floors(line)}
 
 
 def _floors(record: Mapping[str, Any]) -> str:

@@ -3,17 +3,18 @@ then the parts of the memory, and details."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.command_line.output import Output, Table, memory_table, records
+from spbench.bench.command_line.output import Output, Table, memory_table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
 from spbench.bench.tools.choose import fit_verdict
 from spbench.bench.tools.choose.asked import Asked
+from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.fitting import Fitting, fitting
 from spbench.bench.tools.choose.proofs import BudgetPlan, Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
@@ -24,8 +25,6 @@ from spbench.impls import model_preset
 
 #: kinds of memory with a smaller share of the peak are not named
 _SMALL = 0.002
-#: the most parts of the peak, changes and switches that a terminal shows without --details
-_PARTS, _CHANGES, _SWITCHES = 4, 2, 4
 
 
 def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
@@ -51,8 +50,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
     details.append(f"not modelled: {'; '.join(fit_verdict.words()['not_modelled'])}")
-    ranks = lambda verdict: fit_verdict.ranks_text(verdict.anatomy.ranks).split(" ", 1)[1]  # noqa: E731
-    cells = records(fit_verdict.columns("verdict", ranks=ranks), answer.verdicts)
+    cells = TABLES.records("verdict", answer.verdicts, ranks=fit_verdict.ranks_text)
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     content = {
         "fits": answer.fits,
@@ -91,17 +89,11 @@ def _verdict_lines(answer: Fitting) -> list[str]:
 
 
 def _cells_table(answer: Fitting) -> Table:
-    lines = [
-        (
-            *(each.cell.key, each.certainty.answer, card_gib(each.memory.total_bytes)),
-            *(card_gib(each.memory.spare_bytes), each.where_in(answer.subject.job)),
-        )
-        for each in answer.verdicts
+    table = TABLES.table("cells", "Which cells fit", answer.verdicts, program=answer.subject.job)
+    others = [
+        dict(zip(table.lines[0], (c.key, "-", "", "", reason), strict=True)) for c, reason in answer.others
     ]
-    lines += [(cell.key, "-", "", "", reason) for cell, reason in answer.others]
-    names = ("cell", "fits", "needs GiB", "spare GiB", "on")
-    table = [dict(zip(names, line, strict=True)) for line in lines]
-    return Table("Which cells fit", table, ("cell", "fits", "spare GiB", "needs GiB"), below=("on",))
+    return replace(table, lines=[*table.lines, *others])
 
 
 def _holding(verdict: fit_verdict.Verdict) -> Iterator[Table | str]:
@@ -131,16 +123,10 @@ def _parts(verdict: fit_verdict.Verdict, program: str) -> Table:
     """A table of the peak's parts: tensors by kind and by the module whose forward or backward made them."""
     peak = verdict.anatomy.peak_memory_bytes
     experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
-    every = fit_verdict.columns(
-        "parts",
-        what=lambda part: part.kind.replace("_", " ") or "others",
-        module=lambda part: fit_verdict.in_program_words(part.module, program) if part.module else None,
-        of=lambda part: fit_verdict.part_of_experts(part.kind, part.module, experts) or None,
-        share=lambda part: part.bytes / peak,
-    )
-    shown = [each for each in every if each.name != "of" or experts]
     title = f"What holds the peak ({verdict.moment_in(program)})"
-    return Table.of(title, shown, verdict.anatomy.parts, most=_PARTS)
+    meanings = {"words": fit_verdict.in_program_words, "of": fit_verdict.part_of_experts}
+    about = {"program": program, "peak": peak, "experts": experts}
+    return TABLES.table("parts", title, verdict.anatomy.parts, **meanings, **about)
 
 
 # -- what would help -----------------------------------------------------------------------------------------
@@ -186,9 +172,7 @@ def _switches_table(answer: Fitting) -> Iterator[Table]:
     if (plan := answer.plan) is None or not plan.alone:
         return
     title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
-    important = ("needs GiB", "step, relative", "enough", "step")
-    shown = fit_verdict.columns("switches", **_meanings(answer, plan.before, plan.fits))
-    yield Table.of(title, shown, plan.alone, important=important, below=("--set",), most=_SWITCHES)
+    yield TABLES.table("switches", title, plan.alone, **_meanings(answer, plan.before, plan.fits))
 
 
 def _price(answer: Fitting, verdict: fit_verdict.Verdict) -> str | None:
@@ -206,11 +190,9 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
     if (proofs := answer.proofs) is not None:
         what = "take less memory" if answer.fullest.fits else "make it fit"
         if proofs.fitting:
-            shown = fit_verdict.columns("changes", **_meanings(answer, answer.fullest, lack=True))
             title = f"Changes that {what}, the fastest first ({_tried(proofs)})"
-            important = ("needs GiB", "spare GiB", "step", "step, relative")
-            below = ("--set", "flags", "what")
-            yield Table.of(title, shown, proofs.fitting, important=important, below=below, most=_CHANGES)
+            meanings = _meanings(answer, answer.fullest, lack=True)
+            yield TABLES.table("changes", title, proofs.fitting, **meanings)
         elif proofs.closest is not None:
             yield _closest(answer, proofs.closest)
         yield f"for another layout: {answer.advise}"
@@ -234,7 +216,7 @@ def _meanings(
     fits: Callable[[fit_verdict.Verdict], bool] = lambda verdict: verdict.measurement["status"] == "ok",
     lack: bool = False,
 ) -> dict[str, Callable[[fit_verdict.Verdict], Any]]:
-    """What the names in tables of changes mean: functions that take values out of verdicts.
+    """The functions of a verdict on a changed cell that tables of changes call.
 
     Args:
         before: the verdict without the change, for relative times.
@@ -243,7 +225,6 @@ def _meanings(
     return {
         "set": fit_verdict.settings_of,
         "fits": fits,
-        "step": fit_verdict.step_of,
         "price": lambda verdict: verdict.price(before),
         "flags": lambda verdict: flags_of(answer, verdict, lack),
     }
@@ -253,10 +234,10 @@ def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
     """The changes that make the fullest cell fit, and how many were tried, as a record for programs."""
     meanings = _meanings(answer, answer.fullest)
     return {
-        "found": records(fit_verdict.columns("suggestion", **meanings), proofs.fitting),
+        "found": TABLES.records("suggestion", proofs.fitting, **meanings),
         "tried": proofs.tried,
         "pairs_tried": proofs.pairs_tried,
-        "closest": proofs.closest and fit_verdict.record("closest", proofs.closest, **meanings),
+        "closest": proofs.closest and TABLES.record("closest", proofs.closest, **meanings),
         "advise": answer.advise,
     }
 
@@ -266,8 +247,8 @@ def _plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
     meanings = _meanings(answer, plan.before, plan.fits)
     return {
         "budget_bytes": plan.budget_bytes,
-        "chosen": plan.chosen and fit_verdict.record("switch", plan.chosen, **meanings),
-        "alone": records(fit_verdict.columns("switch", **meanings), plan.alone),
+        "chosen": plan.chosen and TABLES.record("switch", plan.chosen, **meanings),
+        "alone": TABLES.records("switch", plan.alone, **meanings),
         "traced": plan.traced,
     }
 

@@ -4,7 +4,7 @@ a changed cell. Modules have the names of the job's own program."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, groupby
@@ -15,11 +15,10 @@ from pydantic import TypeAdapter
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Column, records
-from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.choose.suggestions import Change
-from spbench.bench.units import GIB, card_gib, shown_price, shown_share, three_digits
+from spbench.bench.units import card_gib
 from spbench.bench.yaml_files import read_yaml
 from spbench.impls import model_preset
 
@@ -188,11 +187,6 @@ def settings_of(verdict: Verdict) -> str:
     return measure.written(verdict.change.settings) if verdict.change else ""
 
 
-def step_of(verdict: Verdict) -> str:
-    """The step time of a verdict with its interval, in words; "not timed" without a step time."""
-    return shown_band(verdict.banded) or "not timed"
-
-
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks as "ranks 0-7, 16-23", "ranks 0, 8, ..., 56" or "rank 3"."""
     if len(ranks) == 1:
@@ -211,50 +205,12 @@ _USUAL = "huggingface"
 
 @functools.cache
 def words() -> Mapping[str, Any]:
-    """The content of words.yaml: names of modules by the kind of job, tables, and other words of answers."""
+    """The content of words.yaml: names of modules by the kind of job, and other words of answers."""
     return read_yaml(Path(__file__).with_name("words.yaml"))
 
 
-#: the forms in which tables of words.yaml show values to people
-_FORMS: Mapping[str | None, Callable[[Any], Any]] = {
-    "GiB": card_gib,
-    "tenths of GiB": lambda nbytes: f"{nbytes / GIB:.1f}",
-    "digits of GiB": lambda nbytes: f"{nbytes / GIB:.3g}",
-    "less GiB": lambda nbytes: f"{-nbytes / GIB:+.1f}",
-    "share": shown_share,
-    "price": shown_price,
-    "more": lambda share: f"{share:+.0%}" if share else "",
-    "digits": three_digits,
-    "seconds": "{:.0f} s".format,
-    "sentence": lambda text: text or None,
-    "answer": lambda yes: "yes" if yes else "no",
-}
-
-
-def columns(table: str, **of: Callable[[Any], Any]) -> list[Column]:
-    """The columns of a table of words.yaml.
-
-    Args:
-        of: functions that take values out of an item, by the names that the table has in place of paths.
-    """
-    entries = words()["tables"][table].items()
-    whole = ((head, *(each if isinstance(each, list) else (each, None))) for head, each in entries)
-    return [
-        Column(head, head, _FORMS.get(form), of.get(path) or functools.partial(_value, path.split(".")))
-        for head, path, form in whole
-    ]
-
-
-def record(table: str, item: Any, **of: Callable[[Any], Any]) -> dict[str, Any]:
-    """The record of an item for programs, with the fields of a table of words.yaml; see :func:`columns`."""
-    return records(columns(table, **of), [item])[0]
-
-
-def _value(path: Sequence[str], item: Any) -> Any:
-    """The value of an item at a path of keys and attributes."""
-    for part in path:
-        item = item.get(part) if isinstance(item, Mapping) else getattr(item, part)
-    return item
+#: records and tables of answers
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
 def in_program_words(module: str, program: str) -> str:

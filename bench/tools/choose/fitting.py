@@ -19,14 +19,7 @@ from spbench.bench.tools.choose.anatomy import attempt, examine, trace_stage
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Say, Task, within
 from spbench.bench.tools.choose.fit_verdict import Verdict
-from spbench.bench.tools.choose.proofs import (
-    ENOUGH,
-    MOST,
-    BudgetPlan,
-    Proofs,
-    plan_budget,
-    prove,
-)
+from spbench.bench.tools.choose.proofs import ENOUGH, MOST, BudgetPlan, Proofs, plan_budget, prove
 from spbench.bench.tools.choose.subject import Subject, model_line, slow_words, subject
 from spbench.plots.style import length_text, model_name, strategy_name
 

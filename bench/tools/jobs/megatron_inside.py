@@ -158,6 +158,11 @@ def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**families.get(family, {}), **sizes, **experts, **groups, **tied}
 
 
+def as_key(argument: str) -> str:
+    """An argument of Megatron-LM as the key that :func:`as_arguments` takes, without dashes."""
+    return argument.removeprefix("--").replace("-", "_")
+
+
 #: prefixes of Megatron-LM's switches that turn something off, and prefixes of keys that such switches omit
 _OFF, _LEFT_OUT = ("no-", "disable-"), ("", "add-", "apply-")
 #: keys whose argument of Megatron-LM has another name, by key
@@ -235,7 +240,7 @@ def _outcomes(
         word = named.get(key, key)
         name, _ = _argument(word, value)
         argument = accounted.get(word) or of_program.get(key)
-        if argument is not None and key in of_program and name not in megatron.given:
+        if argument is not None and key in of_program and key not in named and name not in megatron.given:
             argument = of_program[key]
         if argument is not None:
             yield replace(argument, name=key, value=f"= {shown(value)}")

@@ -11,7 +11,7 @@ from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError
 
 #: the modules that the extra `report` installs
-NEEDED = ("itables", "jinja2", "markdown_it")
+NEEDED = ("itables", "markdown_it")
 _LISTED = 5
 
 

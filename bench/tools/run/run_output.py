@@ -13,7 +13,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message
-from spbench.bench.command_line.shown_times import TIE, TIE_LEGEND, shown_band
+from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, shown_band
 from spbench.bench.errors import listed
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison, draw_figure, frame_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.measure.sweep.results import flat
 from spbench.bench.measure.trust import bands
 from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Interval

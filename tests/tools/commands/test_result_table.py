@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Output, Table, memory_table
-from spbench.bench.command_line.shown_times import TIE
+from spbench.bench.command_line.record_forms import TIE
 from spbench.bench.measure.sweep.results import flat_rows
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measure.trust.bands import packaged_model

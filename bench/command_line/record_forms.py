@@ -1,0 +1,130 @@
+"""Records and tables that a YAML file of a room describes, so that their fields stand together as data; and
+simulated times as text, with their intervals."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, cached_property, wraps
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChainableUndefined, Environment, Undefined
+from jinja2.environment import TemplateExpression
+from jinja2.meta import find_undeclared_variables
+
+from spbench.bench import units
+from spbench.bench.command_line.output import Table
+from spbench.bench.measure import NO_RATE
+from spbench.bench.setting_values import STOOD_IN
+from spbench.bench.units import shown_time
+from spbench.bench.yaml_files import read_yaml
+
+
+class RecordForms:
+    """The forms of records in a YAML file, by name.
+
+    A form is a mapping whose values are expressions of Jinja, or mappings and lists of these; numbers, null
+    and the empty text stand as they are. The names in an expression are the values that a method gets,
+    ``item``, and keys or attributes of the item. :func:`shown_band` and the functions of :mod:`bench.units`
+    are filters, which leave None as it is. A missing value is None; an entry whose name ends with "?" is
+    left out if it is None.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @cached_property
+    def forms(self) -> Mapping[str, Any]:
+        """The content of the file."""
+        return read_yaml(self.path)
+
+    def record(self, form: str, item: Any = None, **values: Any) -> dict[str, Any]:
+        """The record of an item, or of the values alone."""
+        return dict(_filled(self.forms[form], item, {"item": item, **values}))
+
+    def records(self, form: str, items: Iterable[Any], **values: Any) -> list[dict[str, Any]]:
+        """The record of each item."""
+        return [self.record(form, item, **values) for item in items]
+
+    def table(self, form: str, title: str, items: Iterable[Any], **values: Any) -> Table:
+        """A table with a line for each item: ``lines`` of the form is that of a line; its other entries are
+        attributes of :class:`Table`."""
+        own = dict(self.forms[form])
+        line = own.pop("lines")
+        return Table(title, [_filled(line, item, {"item": item, **values}) for item in items], **own)
+
+
+def _filled(part: Any, item: Any, values: Mapping[str, Any]) -> Any:
+    """A part of a form with values in place of expressions."""
+    if isinstance(part, dict):
+        entries = ((name, _filled(each, item, values)) for name, each in part.items())
+        return {n.removesuffix("?"): each for n, each in entries if each is not None or not n.endswith("?")}
+    if isinstance(part, list):
+        return [_filled(each, item, values) for each in part]
+    if not isinstance(part, str) or not part:
+        return part
+    expression, names = _compiled(part)
+    return expression({name: values[name] if name in values else _of(item, name) for name in names})
+
+
+def _of(item: Any, name: str) -> Any:
+    return item.get(name) if isinstance(item, Mapping) else getattr(item, name)
+
+
+@cache
+def _compiled(text: str) -> tuple[TemplateExpression, frozenset[str]]:
+    """An expression, and the names that it takes from values or an item."""
+    environment = _environment()
+    names = find_undeclared_variables(environment.parse(f"{{{{ {text} }}}}"))
+    return environment.compile_expression(text), frozenset(names - environment.globals.keys())
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(undefined=ChainableUndefined)
+    environment.globals |= {name: value for name, value in vars(units).items() if name.isupper()}
+    functions = {**vars(units), "shown_band": shown_band}
+    environment.filters |= {name: _if_there(f) for name, f in functions.items() if callable(f)}
+    return environment
+
+
+def _if_there(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with None as its result for None and for what is missing."""
+
+    @wraps(function)
+    def shown(value: Any, *further: Any) -> Any:
+        return None if value is None or isinstance(value, Undefined) else function(value, *further)
+
+    return shown
+
+
+#: the mark after a time that is a tie with the fastest
+TIE = "≈"
+TIE_LEGEND = (
+    f"{TIE}: a tie, by the time of a sample, with the fastest of the same model, length and GPUs, of any "
+    "batch; they differ by less than such predictions err"
+)
+
+#: the words after a time, by the class of the rates that priced it (:attr:`Measurement.rates`)
+_MARKED = {"datasheet": ", uncalibrated", "fitted elsewhere": ", fitted to others"}
+
+
+def shown_band(measured: Mapping[str, Any]) -> str:
+    """The step time of a row's measurement as text, with its interval if it has one: "2.31 s ±9%", "2.31 s
+    -12% +40%, uncalibrated", "2.31 s ±60%, no rate of forward attention by triton" or "2.31 s -15% +110%,
+    DeepSpeed priced as fully_shard"; "" if there is no time."""
+    step_time_s, low, high = (measured.get(f"step_time_{name}s") for name in ("", "low_", "high_"))
+    if not step_time_s:
+        return ""
+    if low is None or high is None:
+        return shown_time(step_time_s)
+    rates, lacks = measured.get("rates") or "", measured.get("lacks")
+    marked = _MARKED | {name: f", {name}" for name in STOOD_IN}
+    word = f", no rate of {lacks}" if lacks and rates in NO_RATE else marked.get(rates, "")
+    return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
+
+
+def _spread(low: float, high: float) -> str:
+    """The ends of an interval in percent of the time: "±9%" if both are equally far, else "-12% +40%"."""
+    both = math.sqrt((1 + high) / (1 + low)) - 1
+    balanced = math.isclose((1 + high) * (1 + low), 1, abs_tol=0.005)
+    return f"±{both:.0%}" if balanced and both < 0.5 else f"{low:+.0%} {high:+.0%}"
