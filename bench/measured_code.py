@@ -46,8 +46,8 @@ def code_digest() -> str:
 
 
 def measuring_files(root: Path) -> Iterator[Path]:
-    """The Python files that a measurement may run, and the tables that they read, below ``root``, which has the
-    folders impls and bench."""
+    """The Python files that a measurement may run, and their tables, below ``root``, which has the folders
+    impls and bench."""
     yield from (root / "impls").rglob("*.py")
     yield from (root / "impls").glob("*.pyi")  # the door: it says from which module a name comes
     for path in chain((root / "bench").rglob("*.py"), (root / "bench" / "measure").rglob("*.yaml")):
