@@ -55,13 +55,15 @@ def several(name: str, read: Callable[[str], Any] = str) -> Text:
 def numbers(least: int = 1) -> Text:
     """The kind of whole numbers of at least ``least``, separated by commas."""
 
-    def number(word: str) -> int:
-        count = size(word)
-        if count is None or count < least:
-            raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
-        return count
+    return several("n[,n...]", lambda word: whole(word, least))
 
-    return several("n[,n...]", number)
+
+def whole(word: str, least: int) -> int:
+    """The whole number that a word writes; ValueError if it is none, or below ``least``."""
+    count = size(word)
+    if count is None or count < least:
+        raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
+    return count
 
 
 def _setting(word: str) -> tuple[str, str]:

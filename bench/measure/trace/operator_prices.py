@@ -61,10 +61,14 @@ _ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
 def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, int]:
     """(B x Z, queries, keys, A) of a call of an attention kernel that stores no scores, from its q
     [B, Z, M, A], k and v [B, G, L, A]; in a backward a gradient comes before q. If v has another head size, A
-    is the one head size at which the call's matmuls would have the same FLOPs, rounded down."""
-    backward = name.endswith("_backward")
+    is the one head size at which the call's matmuls would have the same FLOPs, rounded down. The keys of
+    attention to chosen keys, with q [B, M, Z, A] and positions [B, M, K], are the chosen ones."""
+    backward, sparse = name.endswith("_backward"), name in impls.SPARSE_ATTENTION
     q, k, v = arguments[1:4] if backward else arguments[:3]
-    a = (3 * q.shape[3] + 2 * v.shape[3]) // 5 if backward else (q.shape[3] + v.shape[3]) // 2
+    values = arguments[-1] if sparse else v.shape[3]
+    a = (3 * q.shape[3] + 2 * values) // 5 if backward else (q.shape[3] + values) // 2
+    if sparse:
+        return q.shape[0] * q.shape[2], q.shape[1], v.shape[2], a
     if name.startswith("ranged"):
         ranges, _, length = impls.Size.of(arguments[-1])
         return q.shape[0] * q.shape[1] * ranges, length, length, a
@@ -115,10 +119,13 @@ class Price:
         self._grouped = impls.GROUPED_MATMULS.get(name, -1)
         formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         self._formula = None if self._matmul >= 0 else formula
-        self._softmax = self._formula is not None and "flash_attention" in name
+        stores_no_scores = "flash_attention" in name or name in impls.SPARSE_ATTENTION
+        self._softmax = self._formula is not None and stores_no_scores
         self._category = (
             program.ATTENTION if "softmax" in name or "attention" in name else program.MEMORY_BOUND
         )
+        if name == "index_scores":  # matmuls of several heads, which have no shape of one matmul
+            self._category = program.MATMUL
         if name in impls.OVER_HOST_LINK:
             self._category = program.HOST_COPY
         elif name in impls.ON_HOST_CORES:
