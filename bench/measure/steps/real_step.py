@@ -79,9 +79,9 @@ def on_rank(path: str, mesh: DeviceMesh, cell: Cell) -> tuple[StepTrace, Measure
         rank_of_world(rank, world, of_node, on_cpu=cell.device == "cpu") as meshes,
         named_lines(own.name),
     ):
-        recorder = StepWatcher(mesh, settle_s=SETTLE_S)
+        build, recorder = partial(own.built, own.load()), StepWatcher(mesh, settle_s=SETTLE_S)
         with no_cyclic_collection(), recorder:
-            run, sizes, parameters = record_steps(own, recorder, meshes, world)
+            run, sizes, parameters = record_steps(build, recorder, meshes, world)
         trace = Trace.of(cell, rank, recorder)
         metered = trace.measurement(None, plan_of(cell, [[rank]]))
         return StepTrace(trace, sizes, parameters), add_timed_steps(

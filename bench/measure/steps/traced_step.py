@@ -8,6 +8,7 @@ ranks of every coordinate are traced.
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -20,7 +21,7 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.simulator.program import MATMUL, PRECISION_NAMES
 from spbench.bench.measure.steps.fake_world import axes_of, fake_world, mesh_of
-from spbench.bench.measure.steps.step_file import OwnStep, Step, named_lines
+from spbench.bench.measure.steps.step_file import Build, OwnStep, Step, named_lines
 from spbench.bench.measure.steps.step_recorder import StepRecorder, StepWatcher
 from spbench.bench.measure.trace import torch_internals
 
@@ -62,18 +63,20 @@ def trace_step(step: OwnStep, cell: Cell, rank: int) -> StepTrace:
     ):
         recorder = StepRecorder(mode, mesh, events=True)
         cache = torch_internals.disable_fake_tensor_cache(mode)
+        build = step.load()  # unseen, because modules are imported once, for the first rank
         with mode, recorder, cache, torch_internals.too_large_unsupported(), named_lines(step.name):
-            _, sizes, parameters = record_steps(step, recorder, meshes, world)
+            run, sizes, parameters = record_steps(partial(step.built, build), recorder, meshes, world)
+            del run
         return StepTrace(Trace.of(cell, rank, recorder), sizes, parameters)
 
 
 def record_steps(
-    step: OwnStep, recorder: StepWatcher, meshes: Sequence[DeviceMesh], world: int
+    build: Build, recorder: StepWatcher, meshes: Sequence[DeviceMesh], world: int
 ) -> tuple[Step, tuple[int, ...], int]:
     """Build a step and run it :data:`STEPS` times under an entered recorder; returns (the step, the mesh and
     the parameters of :class:`StepTrace`)."""
     with recorder.building():
-        run = step.build()
+        run = build()
     parameters = recorder.tag_built()
     for number in range(1, STEPS + 1):
         recorder.communication.axes.update(axes_of(meshes, world))

@@ -14,7 +14,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from spbench.bench import units
-from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.stacks import RankError
-from spbench.bench.measure.processes.starting import environment_with
 from spbench.bench.measure.processes.torchrun import ranks_for
+from spbench.bench.measure.steps.fake_world import rank_of_world
 from spbench.bench.measure.steps.step_file import OwnStep, named_lines
 from spbench.bench.measure.trace.torch_internals import TorchDispatchMode, replaced
 from spbench.bench.measure.verify.explanation import failed_calls, logging_calls
@@ -117,7 +116,7 @@ def verify_step(
         run = partial(_run, ranks, os.path.abspath(name), timeout_s)
         (one, *_), alone = run(row, None)
         expect(len(sizes) if one else 1)
-        rows = (run(replace(row, size=n, mesh=f"{n} ranks"), one)[1] for n in sizes)
+        rows = (run(replace(row, size=n, mesh=f"world{n}"), one)[1] for n in sizes)
         yield from rows if one else [alone]
 
 
@@ -145,7 +144,8 @@ def compared(mesh: DeviceMesh, path: str, one: StepValues | None, calls: str) ->
     Raises:
         Unsupported: the step cannot be verified; UserError: it raises. Both name the user's line.
     """
-    with logging_calls(calls), _rank_of_launcher(mesh), InFloat64():
+    world = mesh.size()
+    with logging_calls(calls), rank_of_world(dist.get_rank(), world, world), default_float64(), InFloat64():
         values = step_values(path)
     if one is None:
         return values
@@ -160,20 +160,15 @@ def compared(mesh: DeviceMesh, path: str, one: StepValues | None, calls: str) ->
 
 
 @contextmanager
-def _rank_of_launcher(mesh: DeviceMesh) -> Iterator[None]:
-    """Within the context, the environment has the variables of torchrun, and the default group stays."""
-    launched = {"RANK": dist.get_rank(), "WORLD_SIZE": mesh.size(), "LOCAL_RANK": dist.get_rank()}
-    launched |= {"LOCAL_WORLD_SIZE": mesh.size()}
-    stays = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
-    with ExitStack() as stack:
-        stack.enter_context(environment_with({name: str(value) for name, value in launched.items()}))
-        for owner in (dist, dist.distributed_c10d):
-            stack.enter_context(replaced(owner, stays))
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        stack.callback(torch.set_default_dtype, dtype)
-        stack.enter_context(replaced(torch, {"set_default_dtype": lambda _: None}))
-        yield
+def default_float64() -> Iterator[None]:
+    """Within the context, torch's default dtype is float64, whatever the user's code sets."""
+    before, set_dtype = torch.get_default_dtype(), torch.set_default_dtype
+    set_dtype(torch.float64)
+    try:
+        with replaced(torch, {"set_default_dtype": lambda _: None}):
+            yield
+    finally:
+        set_dtype(before)
 
 
 def step_values(path: str) -> StepValues:
@@ -189,11 +184,7 @@ def step_values(path: str) -> StepValues:
     random.seed(0)
     np.random.seed(0)
     with named_lines(own.name):
-        step = own.load()()
-        if not callable(step):
-            raise UserError(
-                f"{own.name} returns {type(step).__name__}, and not a function that does one step"
-            )
+        step = own.built(own.load())
         weights = weights_by_name([each for each in _modules() if each not in earlier])
         if not weights:
             raise Unsupported(f"{own.name} builds no torch.nn.Module with weights", "put its weights in one")

@@ -286,8 +286,8 @@ class LatentOptions:
         if self.index_n_heads < 0 or self.index_tile < 0:
             raise ValueError("index_n_heads and index_tile are at least 0")
         if not self.index_n_heads:
-            if self.index_tile or self.indexed_attention != WAYS[0]:
-                raise ValueError("index_tile and indexed_attention need an indexer; set index_n_heads")
+            if self.index_tile:
+                raise ValueError("index_tile needs an indexer; set index_n_heads")
             return
         if self.index_topk < 1:
             raise ValueError(f"index_topk is at least 1, not {self.index_topk}")
