@@ -179,7 +179,7 @@ from spbench.bench.measure.trust.fit_certainty import Filled as Filled
 from spbench.bench.measure.trust.fit_certainty import certainty as certainty
 from spbench.bench.measure.trust.fit_certainty import kinds_of as kinds_of
 from spbench.bench.measure.verify.cases import verify_cases as verify_cases
-from spbench.bench.measure.verify.own_step import verify_step as verify_step
+from spbench.bench.measure.steps.verified_step import verify_step as verify_step
 from spbench.bench.measure.verify.proof import keep_package_proof as keep_package_proof
 from spbench.bench.measure.verify.proof import unproven as unproven
 from spbench.bench.measure.verify.verdicts import EQUAL as EQUAL

@@ -97,7 +97,7 @@ def _verdict(measured: measure.MeasuredStep, banded: Mapping[str, Any]) -> str:
         + f", peak {gib(result.peak_memory_bytes)} GiB in {result.peak_phase} on rank {result.peak_rank}"
         + (f"; {why}" if (why := result.reason or (verdict.reason if verdict else "")) else "")
     ]
-    if samples := result.step_time_samples_s:
+    if (samples := result.step_time_samples_s) and result.step_time_s:
         time, ranks = shown_time(result.step_time_s), measured.cell.sizes.world
         lines.append(f"step time {time} measured on {ranks} real ranks, the median of {len(samples)} steps")
     elif result.step_time_s:

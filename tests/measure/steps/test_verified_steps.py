@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.own_step import verify_step
+from spbench.bench.measure.steps.verified_step import verify_step
 from spbench.bench.measure.verify.verdicts import VerifyRow
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
