@@ -5,7 +5,7 @@ for its device, or that writes "cuda" out, gets the CPU's fake tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
@@ -71,28 +71,21 @@ def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: An
         return tensor.normal_(mean, std, **further)
 
 
-def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, for which a GPU that is named means the CPU."""
+def _on_cpu(call: Callable[..., Any], *, unwatched: bool = False) -> Callable[..., Any]:
+    """The same function, for which a GPU that is named means the CPU; ``unwatched``: run outside of all
+    modes, with real tensors, as meshes need."""
 
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return call(*map(played, args), **{name: played(value) for name, value in kwargs.items()})
+        if type(numbers := kwargs.get("_rank_map")) is torch_internals.FakeTensor:
+            # init_device_mesh has made them in the mode: the numbers of all ranks
+            with torch_internals.without_modes():
+                kwargs["_rank_map"] = torch.arange(numbers.numel(), dtype=torch.int)
+        with torch_internals.without_modes() if unwatched else nullcontext():
+            named = {name: played(value) for name, value in kwargs.items()}
+            return call(*map(played, args), **named)
 
     return called
-
-
-def _unwatched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of meshes, run with real tensors, outside of all modes."""
-
-    @wraps(call)
-    def real(*args: Any, **kwargs: Any) -> Any:
-        with torch_internals.without_modes():
-            if type(numbers := kwargs.get("_rank_map")) is torch_internals.FakeTensor:
-                # init_device_mesh has made them in the mode: the numbers of all ranks
-                kwargs["_rank_map"] = torch.arange(numbers.numel(), dtype=torch.int)
-            return call(*map(played, args), **kwargs)
-
-    return real
 
 
 def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
@@ -102,7 +95,8 @@ def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
     for name in _OF_RANKS:
         own = vars(DeviceMesh)[name]
         call = getattr(own, "fget", None) or getattr(own, "__func__", own)
-        methods[name] = _unwatched(call) if call is own else type(own)(_unwatched(call))
+        real = _on_cpu(call, unwatched=True)
+        methods[name] = real if call is own else type(own)(real)
     init = methods["__init__"]
 
     def noted(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
