@@ -62,9 +62,10 @@ def trace_step(step: OwnStep, cell: Cell, rank: int) -> StepTrace:
         recorder = StepRecorder(mode, mesh)
         assert recorder.events is not None
         cache = torch_internals.disable_fake_tensor_cache(mode)
+        build = step.load()  # unseen, because modules are imported once, for the first rank
         with mode, recorder, cache, torch_internals.too_large_unsupported(), named_lines(step.name):
             with recorder.building():
-                run = step.load()()
+                run = build()
             if not callable(run):
                 raise UserError(
                     f"{step.name} returns {type(run).__name__}, and not a callable that does one step"

@@ -16,9 +16,6 @@ from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.bench.tools.jobs.rules import call
 from spbench.impls import Model, model_preset
 
-#: converters that make linear layers multiply in eight bits
-_LINEAR = ("quantize.linear.float8", "float8")
-
 
 def models() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     """The models of torchtitan by name and flavor, each with a ``preset``, ``options`` and a ``note``."""
@@ -72,15 +69,10 @@ class TorchtitanModel:
         account.set("model", model["preset"], *names, note=model.get("note", ""))
         for option, value in model.get("options", {}).items():
             account.set(f"model_options.{option}", value, "model.flavor")
-        own = ["model.norm_type"] if self.version == "a" else []
         account.facts |= {
             "experts": self.experts,
             "latents": getattr(self.preset, "kv_lora_rank", 0),
             "kernel": "cudnn" if self.preset.of_one_head_size else "flash_attention_2",
-            "attention_key": ["model.attn_backend"] if self.version == "d" else [],
-            "norm": self.value("model.norm_type", "rmsnorm"),
-            "norm_key": own,
-            "norm_note": "" if own else "operator by operator",
         }
         call(account, "layers")
 
@@ -88,19 +80,6 @@ class TorchtitanModel:
     def experts(self) -> int:
         """The number of experts of a layer; 0 in a model without experts."""
         return int(getattr(self.preset, "experts", 0))
-
-    def set_fp8(self) -> None:
-        """Set the recipe of matmuls in eight bits if the job has such matmuls; refuse other converters."""
-        account, switch, converters = self.keys, "float8.enable_float8_linear", "model.converters"
-        listed = self.value(converters, [])
-        account.facts |= {
-            "converted": account.value(switch) if switch in account.program_arguments else listed,
-            "converter_key": switch if switch in account.program_arguments else converters,
-            "other_converters": [each for each in listed if each not in _LINEAR],
-            "recipe": account.known("*float8.recipe_name") or "tensorwise",
-            "has_filter": account.known("*float8.filter_fqns") is not None,
-        }
-        call(account, "eight_bits")
 
 
 _SECTION = "parallelism.pipeline_parallel_"
