@@ -8,6 +8,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -278,19 +279,22 @@ def shape(command: Command) -> Function:
     return of_batch(click.option("--seq-len", type=LENGTH, help=length)(shaped))
 
 
-def body(place: str) -> Callable[[Command], Function]:
+def body(place: str, *, starts_processes: bool = False) -> Callable[[Command], Function]:
     """Give a command a body: a function that is imported when the command runs, and not for its help.
 
     Args:
         place: the function's module below bench/tools, and its name: "run.step_trace:traced". The function
             gets the values of the options by their names.
+        starts_processes: whether the body runs cells in processes, whose server then shares its imports.
     """
 
     def with_body(command: Command) -> Function:
         @functools.wraps(command)
         def run(**arguments: Any) -> Any:
             module, _, name = place.partition(":")
-            return getattr(importlib.import_module(f"spbench.bench.tools.{module}"), name)(**arguments)
+            with measure.beginning_server() if starts_processes else nullcontext():
+                imported = importlib.import_module(f"spbench.bench.tools.{module}")
+            return getattr(imported, name)(**arguments)
 
         vars(run)["body"] = place
         return run

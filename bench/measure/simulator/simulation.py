@@ -52,12 +52,13 @@ class Simulation(SimulationState):
             step, number = heappop(self._heap)
             mask = self._runnable.pop((step, number))
             self._go_on(number, step, np.flatnonzero(mask))
-        if self._parked:
-            waited = (
-                self.steps[number].describe(step, int(np.argmax(np.any([*parked.values()], axis=0))))
-                for (number, step), parked in sorted(self._parked.items())
-            )
-            raise Deadlock(f"{listed([*waited], 3, '; ')}: waited for, but never ends")
+        masks = ((key, np.any([*parked.values()], axis=0)) for key, parked in sorted(self._parked.items()))
+        if waited := [
+            self.steps[number].describe(step, place)
+            for (number, step), mask in masks
+            for place in np.flatnonzero(mask).tolist()
+        ]:
+            raise Deadlock(f"{listed(waited, 3, '; ')}: waited for, but never ends")
         for number, steps in enumerate(self.steps):
             posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
             for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):

@@ -5,7 +5,7 @@ for its device, or that writes "cuda" out, gets the CPU's fake tensors.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.starting import environment_with
+from spbench.bench.measure.steps.attention import attention_of_gpus
 from spbench.bench.measure.trace import torch_internals
 
-#: devices that are played on the CPU
-_PLAYED = ("cuda", "xpu")
+#: devices that are played on the CPU, and the CPU with a number, which fake tensors tell from the CPU
+_PLAYED = ("cuda", "xpu", "cpu")
 #: functions of torch.cuda that tell of its memory
 _STATISTICS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 #: what a mesh does by real numbers in tensors of ranks
@@ -53,28 +54,38 @@ def played(value: Any) -> Any:
     return value
 
 
-def _on_cpu(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, for which a GPU that is named means the CPU."""
+def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, in which a GPU means the CPU: torch leaves :class:`OnCpu` in Tensor.backward."""
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with OnCpu():
+            return run(*args, **kwargs)
+
+    return backward
+
+
+def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: Any) -> torch.Tensor:
+    """A tensor of normal numbers: those of a truncated normal distribution are drawn until all are within
+    the bounds, which fake tensors cannot tell."""
+    with torch.no_grad():
+        return tensor.normal_(mean, std, **further)
+
+
+def _on_cpu(call: Callable[..., Any], *, unwatched: bool = False) -> Callable[..., Any]:
+    """The same function, for which a GPU that is named means the CPU; ``unwatched``: run outside of all
+    modes, with real tensors, as meshes need."""
 
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return call(*map(played, args), **{name: played(value) for name, value in kwargs.items()})
+        if type(numbers := kwargs.get("_rank_map")) is torch_internals.FakeTensor:
+            # init_device_mesh has made them in the mode: the numbers of all ranks
+            with torch_internals.without_modes():
+                kwargs["_rank_map"] = torch.arange(numbers.numel(), dtype=torch.int)
+        with torch_internals.without_modes() if unwatched else nullcontext():
+            named = {name: played(value) for name, value in kwargs.items()}
+            return call(*map(played, args), **named)
 
     return called
-
-
-def _unwatched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of meshes, run with real tensors, outside of all modes."""
-
-    @wraps(call)
-    def real(*args: Any, **kwargs: Any) -> Any:
-        with torch_internals.without_modes():
-            if type(numbers := kwargs.get("_rank_map")) is torch_internals.FakeTensor:
-                # init_device_mesh has made them in the mode: the numbers of all ranks
-                kwargs["_rank_map"] = torch.arange(numbers.numel(), dtype=torch.int)
-            return call(*map(played, args), **kwargs)
-
-    return real
 
 
 def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
@@ -84,7 +95,8 @@ def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
     for name in _OF_RANKS:
         own = vars(DeviceMesh)[name]
         call = getattr(own, "fget", None) or getattr(own, "__func__", own)
-        methods[name] = _unwatched(call) if call is own else type(own)(_unwatched(call))
+        real = _on_cpu(call, unwatched=True)
+        methods[name] = real if call is own else type(own)(real)
     init = methods["__init__"]
 
     def noted(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
@@ -120,6 +132,8 @@ def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh
         stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(made)))
         for owner, names in _devices(local).items():
             stack.enter_context(torch_internals.replaced(owner, names))
+        stack.enter_context(attention_of_gpus())
+        stack.enter_context(torch_internals.around_backward(_in_backward))
         stack.enter_context(OnCpu())
         yield mesh, made
 
@@ -161,6 +175,7 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
         torch.cuda: of_cuda,
         torch.accelerator: of_accelerator,
         torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},
+        torch.nn.init: {"_no_grad_trunc_normal_": _drawn},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -188,4 +189,8 @@ def measured_step(
     cell = Cell.model_validate({**settings, "cluster": cluster})
     classes = rank_classes(own, cell, ranks)
     precision = precision_of([each.trace for each in classes.traced])
-    return MeasuredStep(own, cell.model_copy(update={"precision": precision}), classes)
+    # torch reads either name, also from a step that sets it
+    variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    conf = next(filter(None, map(os.environ.get, variables)), None)
+    training = {"training": {"cuda_alloc_conf": conf}, "precision": precision}
+    return MeasuredStep(own, Cell.model_validate({**cell.model_dump(), **training}), classes)

@@ -19,7 +19,10 @@ from spbench.bench.measure.steps.step_file import line_of
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.memory import ModuleCalls
 from spbench.bench.measure.trace.meter import communicates, communication_of
-from spbench.bench.measure.trace.recorder import FastRecorder
+from spbench.bench.measure.trace.recorder import BETWEEN_TWO, FastRecorder
+
+#: phases that another forward of the step may follow
+_AFTER_FORWARD = ("backward", "gradient_sync")
 
 
 class UserPlaces(ModuleCalls):
@@ -82,8 +85,7 @@ class StepRecorder(FastRecorder):
         if self._builds and communicates(func) and not _is_metered(func, args):
             return func(*args, **(kwargs or {}))  # such as the scatter of weights that have no values
         if not self._depth and not self._paused:
-            if self._phase == "gradient_sync" and torch_internals.next_node() > self._node:
-                self.begin("forward")
+            self._after_backward(func)
             self.places.note_line()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -99,7 +101,7 @@ class StepRecorder(FastRecorder):
         call = nn.Module.__call__
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._phase == "gradient_sync" and not self._depth:
+            if self._phase in _AFTER_FORWARD and not self._depth:
                 self.begin("forward")
             return call(module, *args, **kwargs)
 
@@ -120,10 +122,18 @@ class StepRecorder(FastRecorder):
                 return run(*args, **kwargs)
             finally:
                 self._depth -= 1
-                self.begin(before if self._depth else "gradient_sync")
+                if self._depth:
+                    self.begin(before)
                 self._node = torch_internals.next_node()
 
         return backward
+
+    def _after_backward(self, func: Any) -> None:
+        """Begin the phase of an operator that runs after a backward; a pipeline sends before it goes on."""
+        if self._phase in _AFTER_FORWARD and torch_internals.next_node() > self._node:
+            self.begin("forward")
+        elif self._phase == "backward" and func not in BETWEEN_TWO:
+            self.begin("gradient_sync")
 
     def _updates(self, optimizer: Optimizer) -> None:
         self.begin("optimizer")
