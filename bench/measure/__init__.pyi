@@ -118,6 +118,7 @@ from spbench.bench.measure.steps.measured_step import MeasuredStep as MeasuredSt
 from spbench.bench.measure.steps.measured_step import measured_step as measured_step
 from spbench.bench.measure.steps.real_step import real_step as real_step
 from spbench.bench.measure.steps.step_file import names_a_step as names_a_step
+from spbench.bench.measure.steps.verified_step import verify_step as verify_step
 from spbench.bench.measure.sweep.executor import Executor as Executor
 from spbench.bench.measure.sweep.executor import executor_at as executor_at
 from spbench.bench.measure.sweep.provenance import COMMITS as COMMITS
@@ -179,7 +180,6 @@ from spbench.bench.measure.trust.fit_certainty import Filled as Filled
 from spbench.bench.measure.trust.fit_certainty import certainty as certainty
 from spbench.bench.measure.trust.fit_certainty import kinds_of as kinds_of
 from spbench.bench.measure.verify.cases import verify_cases as verify_cases
-from spbench.bench.measure.steps.verified_step import verify_step as verify_step
 from spbench.bench.measure.verify.proof import keep_package_proof as keep_package_proof
 from spbench.bench.measure.verify.proof import unproven as unproven
 from spbench.bench.measure.verify.verdicts import EQUAL as EQUAL
