@@ -123,6 +123,7 @@ def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh
     }
     environment |= {"LOCAL_WORLD_SIZE": min(of_node, world), "MASTER_ADDR": "localhost"}
     made: list[DeviceMesh] = []
+    torch_internals.forget_shardings()
     with ExitStack() as stack:
         stack.enter_context(environment_with({name: str(value) for name, value in environment.items()}))
         mesh = stack.enter_context(fake_mesh({"dp": world}, rank))
