@@ -53,8 +53,11 @@ class Simulation(SimulationState):
             mask = self._runnable.pop((step, number))
             self._go_on(number, step, np.flatnonzero(mask))
         masks = ((key, np.any([*parked.values()], axis=0)) for key, parked in sorted(self._parked.items()))
-        if waiting := [(number, step, int(mask.argmax())) for (number, step), mask in masks if mask.any()]:
-            waited = [self.steps[number].describe(step, place) for number, step, place in waiting]
+        if waited := [
+            self.steps[number].describe(step, place)
+            for (number, step), mask in masks
+            for place in np.flatnonzero(mask).tolist()
+        ]:
             raise Deadlock(f"{listed(waited, 3, '; ')}: waited for, but never ends")
         for number, steps in enumerate(self.steps):
             posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)

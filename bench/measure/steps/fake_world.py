@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.starting import environment_with
+from spbench.bench.measure.steps.attention import attention_of_gpus
 from spbench.bench.measure.trace import torch_internals
 
-#: devices that are played on the CPU
-_PLAYED = ("cuda", "xpu")
+#: devices that are played on the CPU, and the CPU with a number, which fake tensors tell from the CPU
+_PLAYED = ("cuda", "xpu", "cpu")
 #: functions of torch.cuda that tell of its memory
 _STATISTICS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 #: what a mesh does by real numbers in tensors of ranks
@@ -51,6 +52,23 @@ def played(value: Any) -> Any:
     if kind is str and value.partition(":")[0] in _PLAYED:
         return "cpu"
     return value
+
+
+def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, in which a GPU means the CPU: torch leaves :class:`OnCpu` in Tensor.backward."""
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with OnCpu():
+            return run(*args, **kwargs)
+
+    return backward
+
+
+def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: Any) -> torch.Tensor:
+    """A tensor of normal numbers: those of a truncated normal distribution are drawn until all are within
+    the bounds, which fake tensors cannot tell."""
+    with torch.no_grad():
+        return tensor.normal_(mean, std, **further)
 
 
 def _on_cpu(call: Callable[..., Any], *, unwatched: bool = False) -> Callable[..., Any]:
@@ -114,6 +132,8 @@ def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh
         stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(made)))
         for owner, names in _devices(local).items():
             stack.enter_context(torch_internals.replaced(owner, names))
+        stack.enter_context(attention_of_gpus())
+        stack.enter_context(torch_internals.around_backward(_in_backward))
         stack.enter_context(OnCpu())
         yield mesh, made
 
@@ -155,6 +175,7 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
         torch.cuda: of_cuda,
         torch.accelerator: of_accelerator,
         torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},
+        torch.nn.init: {"_no_grad_trunc_normal_": _drawn},
     }
 
 

@@ -109,10 +109,8 @@ class StepClasses:
     def __str__(self) -> str:
         world = sum(map(len, self.ranks))
         named = ", ".join(map(str, self.tried[:8])) + (", ..." if len(self.tried) > 8 else "")
-        word = "class" if len(self.ranks) == 1 else "classes"
-        return (
-            f"rank{'s' * (len(self.tried) > 1)} {named} of {world} traced; {len(self.ranks)} {word} of ranks"
-        )
+        classes = "one class" if len(self.ranks) == 1 else f"{len(self.ranks)} classes"
+        return f"rank{'s' * (len(self.tried) > 1)} {named} of {world} traced; {classes}"
 
 
 def rank_classes(step: OwnStep, cell: Cell, ranks: Collection[int] | None = ()) -> StepClasses:
@@ -165,5 +163,6 @@ def _coordinates(size: int) -> list[int]:
 
 
 def _alike(one: StepTrace, other: StepTrace) -> bool:
-    """Whether two ranks run the same program: equal storages, calls of communication and operators."""
-    return one.mesh == other.mesh and one.trace.same(other.trace)
+    """Whether two ranks run the same program: equal storages, operators and communication at equal lines."""
+    lines = [each.trace.program and each.trace.program.lines for each in (one, other)]
+    return one.mesh == other.mesh and lines[0] == lines[1] and one.trace.same(other.trace)

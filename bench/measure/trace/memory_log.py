@@ -140,10 +140,10 @@ class MemoryLog:
         categories = self._categories(events)
         peaks: list[Peak] = []
         for start, end in pairwise([0, self.step_start, *self.step_ends]):
-            if start == end == 0:
+            at = start + int(np.argmax(live[start:end])) if end > start else start - 1
+            if at < 0:
                 peaks.append(Peak(0, SET_UP, dict.fromkeys(CATEGORIES, 0), 0))
                 continue
-            at = start + int(np.argmax(live[start:end]))
             alive = self.alive_after(at)
             held = {name: int(nbytes[alive & (categories == n)].sum()) for n, name in enumerate(CATEGORIES)}
             peaks.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))

@@ -39,22 +39,24 @@ _STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {*OPERATORS["streaming"]}
 _STREAMING_FAMILIES = tuple(OPERATORS["streaming_families"])
 
 
-def _whole_forward(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
-) -> int:
-    return impls.forward_flops(q.shape, k.shape, v.shape, causal)
+def _of_whole_sequences(operator: Any, flops: Callable[..., int]) -> Callable[..., int]:
+    """FLOPs of a call of an attention operator, by ``flops`` of its q, k and v and whether it is causal."""
+    names = [argument.name for argument in schema_of(operator.default).arguments]
 
+    def of_call(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        of = dict(zip(names, args, strict=False)) | kwargs
+        return flops(*(of[name].shape for name in ("query", "key", "value")), of.get("is_causal", False))
 
-def _whole_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> int:
-    _, _, _, causal = others  # o, lse, dropout
-    return impls.backward_flops(q.shape, k.shape, v.shape, causal)
+    return of_call
 
 
 #: FLOPs of attention over whole sequences. torch's counter does not know the CPU's kernels, which fake
 #: tensors use, and it counts the scores that a causal mask hides, which flash attention does not compute
 _ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _whole_forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _whole_backward,
+    operator: _of_whole_sequences(operator, flops)
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    for end, flops in (("", impls.forward_flops), ("_backward", impls.backward_flops))
+    for operator in [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{end}")]
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from spbench.bench.errors import UserError
 from spbench.impls import Unsupported
@@ -50,8 +51,8 @@ except ImportError as error:
 #: torch's message for a tensor with more bytes than 64 bits can count, with the tensor's sizes
 _OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]+\])")
 
-#: the attribute of a fake tensor that holds its device; before torch 2.12 ``fake_device`` was no property
-FAKE_DEVICE = "_fake_device" if hasattr(FakeTensor, "fake_device") else "fake_device"
+#: the attribute of a fake tensor that holds its device
+FAKE_DEVICE = "_fake_device"
 
 
 def fsdp_collectives() -> Any:
@@ -128,6 +129,11 @@ def around_backward(around: Callable[[Callable[..., Any]], Callable[..., Any]]) 
         replaced(torch.autograd.graph, {"_engine_run_backward": run}),
     ):
         yield
+
+
+def attention_order() -> list[SDPBackend]:
+    """The kernels of attention in the order in which torch tries them, see torch.nn.attention.sdpa_kernel."""
+    return [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
 
 
 def without_dispatch() -> Any:

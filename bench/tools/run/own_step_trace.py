@@ -20,7 +20,7 @@ _MOST = 12
 _HELD = (
     Column("GiB", "bytes", gib),
     Column("kind", "kind", lambda kind: kind.replace("_", " ")),
-    Column("made by", "place"),
+    Column("allocated in", "place"),
     Column("tensors", "tensors"),
 )
 _SENT = (

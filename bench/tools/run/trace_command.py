@@ -15,8 +15,8 @@ def _rank(word: str) -> int | None:
 @options.many(
     "--ranks",
     options.several("n[,n...]|all", _rank),
-    "Ranks to write, or all; by default the first of each class of ranks. Of a step of yours these are "
-    "traced too.",
+    "Ranks to write, or all; by default the first of each class of ranks. A step of your own is traced on "
+    "these ranks.",
 )
 @options.path_option("--output", "The file.", default="trace.json", show_default=True)
 @options.printed
