@@ -91,7 +91,8 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
     monkeypatch.chdir(ROOT)
     written: dict[str, str] = {}
-    monkeypatch.setattr(measure, "load_scenario", packaged_scenario)
+    for module in (measure, reproductions):
+        monkeypatch.setattr(module, "load_scenario", packaged_scenario)
     monkeypatch.setattr(
         reproductions, "write_whole", lambda path, content: written.update({path.name: content})
     )
@@ -105,10 +106,11 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     factors = np.exp(past_errors.log_errors(times))
     half, twice = np.median(abs(factors - 1)), (abs(np.log2(factors)) >= 1).sum()
     said = f"Half of {len(factors):,} published steps are predicted within {half:.1%}. For {twice} of them"
-    for part in (said, markdown(past_errors.class_lines(times))):
+    lines = past_errors.class_lines(times)
+    for part in (said, markdown(lines)):
         assert part in document.TRUST_PAGE.read_text()
     assert markdown(output.content["verdicts"]) in document.SUMMARY_PAGE.read_text()
-    (datasheet,) = (line for line in past_errors.class_lines(times) if line["rates"] == "datasheet")
+    (datasheet,) = (line for line in lines if line["rates"] == "datasheet")
     questions = (ROOT / "docs/questions.md").read_text()
     assert f"Times from datasheets only are {float(datasheet['median error'][:-1]):.0f}% off" in questions
     trained, oom = output.content["verdicts"]
