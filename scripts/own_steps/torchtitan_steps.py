@@ -1,6 +1,6 @@
-"""Training steps of torchtitan 0.3.0: its own configurations, models, parallelize functions, losses, clipping of
-gradients and optimizers. Tokenizer, data, logs and checkpoints are left out, and the inputs are random. Each
-function without arguments is a step, for example of `spbench trace torchtitan_steps.py:llama3_8b`.
+"""Training steps of torchtitan 0.3.0: its own configurations, models, parallelize functions, losses, clipping
+of gradients and optimizers. Tokenizer, data, logs and checkpoints are left out, and the inputs are random.
+Each function without arguments is a step, for example of `spbench trace torchtitan_steps.py:llama3_8b`.
 
 torch 2.13 has no annotations of spmd_types in fully_shard, so the steps take torchtitan's backend
 partial_dtensor. They take scaled_dot_product_attention, as its jobs of 2025 do.

@@ -14,7 +14,7 @@ LENGTH = 4096
 
 
 def model_of(name):
-    """The model of NAME.json next to this file, a config.json, on the meta device, with checkpointed layers."""
+    """The model of NAME.json next to this file, a config.json, on meta, with layers checkpointed."""
     settings = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
     config = AutoConfig.for_model(**settings, attn_implementation="sdpa", use_cache=False)
     with torch.device("meta"):
