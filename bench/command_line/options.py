@@ -241,16 +241,10 @@ def choosing_cells(command: Function) -> Function:
     choice as ``narrowing``, a :class:`Narrowing`."""
 
     @functools.wraps(command)
-    def narrowed(
-        strategy: tuple[str, ...],
-        model: tuple[str, ...],
-        cluster: tuple[str, ...],
-        world_size: tuple[int, ...],
-        where: tuple[tuple[str, str], ...],
-        changes: tuple[tuple[str, str], ...],
-        variant: str | None,
-        **arguments: Any,
-    ) -> Any:
+    def narrowed(**arguments: Any) -> Any:
+        strategy, model, cluster, world_size, variant, where, changes = map(
+            arguments.pop, ("strategy", "model", "cluster", "world_size", "variant", "where", "changes")
+        )
         places = strategy, model, cluster, (), world_size, variant
         chosen = measure.Narrowing(*places, where=where, changes=changes)
         return command(narrowing=chosen, **arguments)

@@ -51,8 +51,8 @@ except ImportError as error:
 #: torch's message for a tensor with more bytes than 64 bits can count, with the tensor's sizes
 _OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]+\])")
 
-#: the attribute of a fake tensor that holds its device; before torch 2.12 ``fake_device`` was no property
-FAKE_DEVICE = "_fake_device" if hasattr(FakeTensor, "fake_device") else "fake_device"
+#: the attribute of a fake tensor that holds its device
+FAKE_DEVICE = "_fake_device"
 
 
 def fsdp_collectives() -> Any:
@@ -93,6 +93,11 @@ def around_shapes_of_dtensors(context: Callable[[], AbstractContextManager[None]
 
     with replaced(propagator, {name: apart}):
         yield
+
+
+def forget_shardings() -> None:
+    """Empty DTensor's cache of shardings, which has meshes of earlier worlds, whose groups are gone."""
+    import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 @contextmanager

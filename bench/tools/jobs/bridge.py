@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.adapter_settings import named_model
 from spbench.bench.tools.jobs.argument_tables import (
     ArgumentTable,
     ProgramArgument,
@@ -22,7 +23,6 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.megatron_inside import as_arguments, as_key, job_of_both
-from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.python_values import has_recipes, recipe_of
 
 #: sections of a configuration, of which it has at least two and other kinds of job have none

@@ -16,12 +16,11 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account, Given, scalar_of
-from spbench.bench.tools.jobs.adapter_settings import Adapted, set_adapters
+from spbench.bench.tools.jobs.adapter_settings import Adapted, NamedModel, named_model, set_adapters
 from spbench.bench.tools.jobs.argument_tables import argument_table, may_move, shown, table_content
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
-from spbench.bench.tools.jobs.model_names import NamedModel, named_model
 from spbench.bench.tools.jobs.rules import Said, said_of
 from spbench.bench.tools.jobs.step_lines import FUNCTIONS, named_modules
 from spbench.bench.tools.jobs.variables import variables

@@ -6,7 +6,7 @@ translated to the sections of a TOML without running the Python.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.tools.jobs import python_values
@@ -96,7 +96,7 @@ _ELSEWHERE = ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part")
 _OTHERS = (_SIZE, *_NUMBERS.values(), *LESS, _PER_STAGE)
 
 
-def stage_layers(layers: int, stages: int, first: int, last: int) -> list[int]:
+def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> list[int]:
     """The number of layers of each stage, if the embedding counts as ``first`` layers, and norm and output
     count as ``last``; empty if there are too few layers."""
     each, more = divmod(layers + first + last, stages)
@@ -152,16 +152,33 @@ def set_pipeline(job: TorchtitanModel, ranks: int, ranks_name: str) -> None:
         words = " and ".join(map(account.spelled, filter(account.has, names))) or schedule_name
         account.problems.append(f"{words} makes {stages} stages, which {name} cannot run on {ranks}")
         return
-    account.set("training.schedule", schedule, schedule_name)
-    if stages > ranks:
-        account.set("training.virtual_stages", stages // ranks, schedule_name, *names)
-        # torch.distributed.pipelining starts its sends and goes on
-        account.set(
-            "training.overlap_p2p_communication", True, schedule_name, note="sends are waited for late"
-        )
-    if len({*sizes}) > 1:
-        account.set("training.stage_layers", sizes, *names, note=note)
+    set_stages(account, ranks, schedule, sizes, [schedule_name], names, note)
     account.took(f"{stages} stages", *keys)
+
+
+def set_stages(
+    account: Account,
+    ranks: int,
+    schedule: str,
+    sizes: Sequence[int],
+    of_schedule: Sequence[str],
+    of_stages: Sequence[str],
+    note: str,
+) -> None:
+    """Set the schedule of a pipeline over ``ranks`` and the layers of its stages (``sizes``).
+
+    Args:
+        of_schedule, of_stages: the keys from which the schedule comes, and the stages.
+        note: the rule of sizes that differ, for the setting's comment.
+    """
+    account.set("training.schedule", schedule, *of_schedule)
+    if len(sizes) > ranks:
+        account.set("training.virtual_stages", len(sizes) // ranks, *of_schedule, *of_stages)
+        # torch.distributed.pipelining starts its sends and goes on
+        late = "sends are waited for late"
+        account.set("training.overlap_p2p_communication", True, *of_schedule, note=late)
+    if len({*sizes}) > 1:
+        account.set("training.stage_layers", sizes, *of_stages, note=note)
 
 
 def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[int], list[str], str]:
