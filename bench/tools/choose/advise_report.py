@@ -67,23 +67,7 @@ def report(
     if figure is not None:
         files.append(_drawn(answers, figure))
     table = [line for answer in answers for line in answer.table()]
-    content = [
-        {
-            "question": answer.asked,
-            "layouts": answer.records(),
-            "why": answer.why(),
-            "prices": TABLES.records("price", answer.prices),
-            "strategies": TABLES.records("brief", answer.result.of_strategies),
-            "nearest": answer.result.nearest and TABLES.record("brief", answer.result.nearest),
-            "own": own_content(answer),
-            "impossible": answer.result.impossible,
-            "counts": dict(answer.result.counts),
-            "refused": answer.result.refused,
-            "seconds": answer.seconds,
-            "cpu_s": answer.cpu_s,
-        }
-        for answer in answers
-    ]
+    content = TABLES.records("advice", answers, own=own_content)
     notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
     return Output(sections, content, table, notes=notes, files=files, details=details)
 
