@@ -49,7 +49,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
-    details.append(f"not modelled: {'; '.join(fit_verdict.words()['not_modelled'])}")
+    details.append(f"not modelled: {'; '.join(TABLES.forms['not_modelled'])}")
     cells = TABLES.records("verdict", answer.verdicts, ranks=fit_verdict.ranks_text)
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     anatomy = {name: value for name, value in asdict(fullest.anatomy).items() if name != "curve"}
@@ -60,7 +60,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         cells=cells,
         detail={"cell": fullest.cell.key, **anatomy, **of_step, "by_class": fullest.measurement["by_class"]},
         errors=[vars(each) for each in errors],
-        not_modelled=fit_verdict.words()["not_modelled"],
+        not_modelled=TABLES.forms["not_modelled"],
         model=model,
         taken={each["what"]: each for each in taken(fullest.cell, said)},
         tokens_of_rank=tokens_of_rank(fullest.cell),
