@@ -75,6 +75,10 @@ class Sizes(_UsualSizes):
         return impls.spelled(self.by_axis)
 
 
+#: the strategy of cells that are a step of the user's own program (:mod:`measure.steps`)
+OWN_STEP = "own_step"
+
+
 def strategy_axes(strategy: str) -> list[str]:
     """The names of the axes of a strategy, or of a combination of strategies (:func:`nesting`)."""
     return list(impls.nesting(strategy).axes)
@@ -312,8 +316,9 @@ class Cell(StrictModel):
         defining = self.model_dump(exclude_defaults=True, exclude={"model_config_json"})
         content = json.dumps(defining, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
-        batch = "max" if self.batch is None else self.batch
-        length = "max" if self.seq_len is None else self.seq_len
+        none = "-" if self.strategy == OWN_STEP else "max"
+        batch = none if self.batch is None else self.batch
+        length = none if self.seq_len is None else self.seq_len
         named = (self.model, self.strategy, self.mesh_text, f"b{batch}", f"L{length}", self.precision)
         variant = [self.variant] if self.variant else []
         return "/".join([*named, *variant, self.cluster, self.engine, digest])

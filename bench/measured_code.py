@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from spbench.bench.errors import UserError
@@ -45,10 +46,11 @@ def code_digest() -> str:
 
 
 def measuring_files(root: Path) -> Iterator[Path]:
-    """The Python files that a measurement may run, below ``root``, which has the folders impls and bench."""
+    """The Python files that a measurement may run, and their tables, below ``root``, which has the folders
+    impls and bench."""
     yield from (root / "impls").rglob("*.py")
     yield from (root / "impls").glob("*.pyi")  # the door: it says from which module a name comes
-    for path in (root / "bench").rglob("*.py"):
+    for path in chain((root / "bench").rglob("*.py"), (root / "bench" / "measure").rglob("*.yaml")):
         within = path.relative_to(root / "bench")
         if not NOT_MEASURING.intersection(each.as_posix() for each in (within, *within.parents)):
             yield path

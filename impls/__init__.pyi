@@ -56,6 +56,7 @@ from spbench.impls.kernels import linear_attention_triton as linear_attention_tr
 from spbench.impls.kernels import permutation as permutation
 from spbench.impls.kernels.attention_buffers import WITH_BUFFERS as WITH_BUFFERS
 from spbench.impls.kernels.attention_buffers import inside_backward as inside_backward
+from spbench.impls.kernels.chosen_attention import SPARSE_ATTENTION as SPARSE_ATTENTION
 from spbench.impls.kernels.flash_attention import backward_flops as backward_flops
 from spbench.impls.kernels.flash_attention import flash_attention_backward as flash_attention_backward
 from spbench.impls.kernels.flash_attention import forward_flops as forward_flops

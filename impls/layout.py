@@ -26,6 +26,7 @@ MeetingKind = Literal[
     "full_attention",
     "linear_attention",
     "gated_recurrence",
+    "indexed_attention",
     "project_sequence",
 ]
 #: the other kinds of sites of a model, a layer or a step; most kinds have the name of the hook that runs
@@ -64,6 +65,7 @@ MEETINGS: Mapping[str, str] = {
     "full_attention": "softmax attention of all to all on a grid",
     "linear_attention": "linear attention",
     "gated_recurrence": "gated recurrence (Gated DeltaNet, Mamba-2)",
+    "indexed_attention": "attention to keys that an indexer chooses",
     "project_sequence": "Linformer's projection",
 }
 
@@ -79,12 +81,14 @@ HEEDS_ALL: Mapping[str, frozenset[str]] = {
     "causal_attention": frozenset(HEEDED),
     "linear_attention": frozenset({"documents"}),
     "gated_recurrence": frozenset({"documents"}),
+    "indexed_attention": frozenset({"documents"}),
 }
 #: the hooks in which positions meet, by the kind of site that calls them
 HEEDING: Mapping[str, frozenset[str]] = {
     "causal_attention": frozenset({"causal_attention", "projected_attention", "attend"}),
     "linear_attention": frozenset({"linear_attention"}),
     "gated_recurrence": frozenset({"mix_by_heads", "rows_before", "gated_recurrence"}),
+    "indexed_attention": frozenset({"indexed_attention"}),
 }
 
 

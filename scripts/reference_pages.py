@@ -34,6 +34,7 @@ MARK = "<!-- scripts/reference_pages.py writes this page -->\n\n"
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "GQA": {"model": "causal-transformer-tiny-gqa"},
     "MLA": {"model": "mla-tiny"},
+    "indexer": {"model": "indexer-tiny"},
     "experts": {"model": "moe-tiny", "ep": 2},
     "windows": {"model_options": {"window": 16}},
     "packed": {"model_options": {"documents": [20, 44]}},
@@ -53,6 +54,7 @@ MODELS = {
     "attention": "bert-tiny",
     "linear_attention": "linear-transformer-tiny",
     "full_attention": "st-dit-tiny",
+    "indexed_attention": "indexer-tiny",
 }
 #: programs with a table of arguments
 PROGRAMS = (

@@ -32,7 +32,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from spbench.api import advise, read_results, run, verify
+    from spbench.api import advise, measure_step, read_results, run, verify
     from spbench.bench.cell import Cell
     from spbench.bench.command_line.options import printed
     from spbench.bench.command_line.output import Output, Table
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 #: the modules in which the public names are, for :func:`__getattr__`; type checkers read the imports above
 _HOMES = {
-    "spbench.api": ("advise", "read_results", "run", "verify"),
+    "spbench.api": ("advise", "measure_step", "read_results", "run", "verify"),
     "spbench.bench.tools.calibrate.log_findings": (
         "AttentionSpeed",
         "Findings",
@@ -159,6 +159,7 @@ __all__ = [
     "collectives",
     "load_scenario",
     "mark_shard",
+    "measure_step",
     "plan",
     "printed",
     "program_flags",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from os import PathLike
@@ -29,6 +29,8 @@ from spbench.impls.registries import DEFAULT_BACKEND
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from spbench.bench.measure import MeasuredStep
 
 
 def run(
@@ -152,6 +154,35 @@ def advise(
         for n in ranks
     ]
     return DataFrame(line for answer in answered(questions, jobs) for line in answer.table())
+
+
+def measure_step(
+    step: str | Callable[[], Callable[[], object]],
+    *,
+    world_size: int,
+    cluster: str,
+    ranks: Iterable[int] | None = (),
+) -> MeasuredStep:
+    """Measure a training step of your own, one of many fake ranks, as `spbench trace FILE.py:FUNCTION`.
+
+    Args:
+        step: a function that builds model, optimizer and inputs by torch alone, and returns a callable that
+            does one training step; or "FILE.py:FUNCTION".
+        world_size: the number of ranks.
+        cluster: the name or file of the cluster.
+        ranks: ranks that are traced in addition to those that tell which ranks run the same program; None:
+            all.
+
+    Returns:
+        ``measurement`` and ``row`` as of a cell, ``verdict`` and ``fits(cluster)``, ``held()`` (what is alive
+        at the peak), ``timeline``, and ``keep(folder)``, which adds the row to a folder of results.
+
+    Raises:
+        UserError: the step raises, or cannot be watched; names its line.
+    """
+    from spbench.bench.measure import measured_step
+
+    return measured_step(step, world_size, cluster, None if ranks is None else [*ranks])
 
 
 def read_results(path: str | PathLike[str]) -> DataFrame:

@@ -8,6 +8,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -55,13 +56,15 @@ def several(name: str, read: Callable[[str], Any] = str) -> Text:
 def numbers(least: int = 1) -> Text:
     """The kind of whole numbers of at least ``least``, separated by commas."""
 
-    def number(word: str) -> int:
-        count = size(word)
-        if count is None or count < least:
-            raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
-        return count
+    return several("n[,n...]", lambda word: whole(word, least))
 
-    return several("n[,n...]", number)
+
+def whole(word: str, least: int) -> int:
+    """The whole number that a word writes; ValueError if it is none, or below ``least``."""
+    count = size(word)
+    if count is None or count < least:
+        raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
+    return count
 
 
 def _setting(word: str) -> tuple[str, str]:
@@ -238,16 +241,10 @@ def choosing_cells(command: Function) -> Function:
     choice as ``narrowing``, a :class:`Narrowing`."""
 
     @functools.wraps(command)
-    def narrowed(
-        strategy: tuple[str, ...],
-        model: tuple[str, ...],
-        cluster: tuple[str, ...],
-        world_size: tuple[int, ...],
-        where: tuple[tuple[str, str], ...],
-        changes: tuple[tuple[str, str], ...],
-        variant: str | None,
-        **arguments: Any,
-    ) -> Any:
+    def narrowed(**arguments: Any) -> Any:
+        strategy, model, cluster, world_size, variant, where, changes = map(
+            arguments.pop, ("strategy", "model", "cluster", "world_size", "variant", "where", "changes")
+        )
         places = strategy, model, cluster, (), world_size, variant
         chosen = measure.Narrowing(*places, where=where, changes=changes)
         return command(narrowing=chosen, **arguments)
@@ -282,19 +279,22 @@ def shape(command: Command) -> Function:
     return of_batch(click.option("--seq-len", type=LENGTH, help=length)(shaped))
 
 
-def body(place: str) -> Callable[[Command], Function]:
+def body(place: str, *, starts_processes: bool = False) -> Callable[[Command], Function]:
     """Give a command a body: a function that is imported when the command runs, and not for its help.
 
     Args:
         place: the function's module below bench/tools, and its name: "run.step_trace:traced". The function
             gets the values of the options by their names.
+        starts_processes: whether the body runs cells in processes, whose server then shares its imports.
     """
 
     def with_body(command: Command) -> Function:
         @functools.wraps(command)
         def run(**arguments: Any) -> Any:
             module, _, name = place.partition(":")
-            return getattr(importlib.import_module(f"spbench.bench.tools.{module}"), name)(**arguments)
+            with measure.beginning_server() if starts_processes else nullcontext():
+                imported = importlib.import_module(f"spbench.bench.tools.{module}")
+            return getattr(imported, name)(**arguments)
 
         vars(run)["body"] = place
         return run

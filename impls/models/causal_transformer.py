@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from spbench.impls.attended import Attended
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
+from spbench.impls.models.blocks.indexer import IndexedAttention
 from spbench.impls.models.blocks.latent_mixer import LatentAttention
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.packing import check_window
@@ -90,6 +91,8 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         "dropout": 0.0,
         "attention_dropout": 0.0,
         "attention": "flash",
+        "index_tile": 0,
+        "indexed_attention": "masked",
     }
 
     def __post_init__(self) -> None:
@@ -160,10 +163,12 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
             "window": self.window,
             "sinks": self.sinks,
         }
+        if self.index_n_heads:
+            return IndexedAttention(**further, **self.latent, **self.index)
         return LatentAttention(**further, **self.latent) if self.kv_lora_rank else SoftmaxAttention(**further)
 
     def variants(self) -> list[Mapping[str, Any]]:
-        return [
+        every = [
             *super().variants(),
             {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
             | dict(self._with_norms("behind")),
@@ -174,6 +179,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
             *self.latent_variants(),
             *self.adapter_variants(),
         ]
+        return [each for each in every if not self.index_n_heads or self.indexes(each)]
 
     def _with_norms(self, norms: str) -> Mapping[str, Any]:
         """The options of a variant with norms at ``norms``, or at another place that this model allows."""

@@ -136,8 +136,9 @@ class PlanningHooks(GridHooks):
         @property
         def sequence_parts(self) -> int: ...
 
-    #: the kinds of sites where positions meet that the strategy can run on more than one rank
-    meets: ClassVar[frozenset[MeetingKind]] = frozenset(MEETINGS)  # type: ignore[arg-type]
+    #: the kinds of sites where positions meet that the strategy can run on more than one rank; by default
+    #: not the indexer's attention, whose latents all heads share
+    meets: ClassVar[frozenset[MeetingKind]] = frozenset(MEETINGS) - {"indexed_attention"}  # type: ignore[assignment]
     #: whether a rank has only some of the heads and features between the projections of a block
     splits_features: ClassVar[bool] = False
 

@@ -6,28 +6,14 @@ nothing can be read, an :class:`NvmlProblem` of one line is raised.
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
-#: errors after which nothing can be read, by their names in nvidia-ml-py: the meaning and the remedy
-_MEANINGS = {
-    "NVML_ERROR_LIBRARY_NOT_FOUND": ("no libnvidia-ml.so.1 can be loaded", "install the NVIDIA driver"),
-    "NVML_ERROR_DRIVER_NOT_LOADED": (
-        "the NVIDIA driver is not loaded",
-        "see nvidia-smi and dmesg, or reboot",
-    ),
-    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": ("driver and libnvidia-ml.so.1 differ in version", "reboot"),
-    "NVML_ERROR_NO_PERMISSION": ("no permission to talk to the driver", "check the rights of /dev/nvidia*"),
-    "NVML_ERROR_GPU_IS_LOST": ("the GPU fell off the bus", "see dmesg for Xid errors, and reboot"),
-    "NVML_ERROR_RESET_REQUIRED": ("the GPU has to be reset", "nvidia-smi --gpu-reset, or reboot"),
-    "NVML_ERROR_GPU_NOT_FOUND": ("the driver finds no GPU", "see nvidia-smi and dmesg"),
-    "NVML_ERROR_NOT_FOUND": ("there is no such GPU", "nvidia-smi -L lists them"),
-}
-#: errors after which every reading of the GPU would fail too
-_FATAL = (
-    "NVML_ERROR_GPU_IS_LOST",
-    "NVML_ERROR_RESET_REQUIRED",
-    "NVML_ERROR_DRIVER_NOT_LOADED",
-)
+from spbench.bench.yaml_files import read_yaml
+
+#: errors after which nothing can be read, by their names in nvidia-ml-py, with meaning and remedy; and
+#: those after which every reading of the GPU would fail too
+_TABLE = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 class NvmlProblem(Exception):
@@ -82,7 +68,7 @@ class Nvml:
                     return getattr(library, name)(*values)
             return getattr(library, oldest)(*values)
         except library.NVMLError as error:
-            if error.value in {self.constant(name) for name in _FATAL}:
+            if error.value in {self.constant(name) for name in _TABLE["fatal"]}:
                 raise self._problem(error) from error
             if on_refusal is not None and error.value == library.NVML_ERROR_NO_PERMISSION:
                 on_refusal()
@@ -116,7 +102,7 @@ class Nvml:
         raise problem
 
     def _problem(self, error: Any) -> NvmlProblem:
-        for name, (what, remedy) in _MEANINGS.items():
+        for name, (what, remedy) in _TABLE["meanings"].items():
             if self.constant(name) == error.value:
                 return NvmlProblem(what, remedy)
         return NvmlProblem(f"NVML says {error}", "see nvidia-smi")

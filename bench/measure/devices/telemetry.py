@@ -9,37 +9,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any, Self
 
 from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
+from spbench.bench.yaml_files import read_yaml
 
 #: seconds between two samples; a sample takes 40 ms, of which reading PCIe's throughput is 20 ms each way
 INTERVAL_S = 0.1
 #: seconds to wait until the library is open, and until the thread ends after the steps
 _OPENING_S, _CLOSING_S = 30.0, 2.0
-#: bytes in the units of PCIe's throughput (the library's documentation says KB, but not which) and NVLink's
-_KB, _KIB = 1000, 1024
 _ALL_LINKS = 2**32 - 1
 
 #: a clock below this share of the possible clock has fallen; smaller changes are steps of the governor
 FALLEN = 0.95
-_IDLE = 0x001
-#: why a clock is below its highest, as NVML's clocks event reasons: bit -> words
-_REASONS = {
-    _IDLE: "idle",
-    0x002: "clocks set by the user",
-    0x004: "software power cap",
-    0x008: "hardware slowdown",
-    0x010: "sync boost",
-    0x020: "software thermal slowdown",
-    0x040: "hardware thermal slowdown",
-    0x080: "hardware power brake",
-    0x100: "display clock setting",
-}
-#: reasons that slow a busy GPU without a user's request
-_SLOWING = {0x004, 0x008, 0x010, 0x020, 0x040, 0x080}
-
 _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean": mean, "max": max}
 
 
@@ -86,36 +70,15 @@ class _Quantity:
         return value * self.times / self.over if self.over > 1 else value * self.times
 
 
-_CLOCK, _MAX_CLOCK = "nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo"
-_TEMPERATURE = "nvmlDeviceGetTemperatureV|nvmlDeviceGetTemperature"
-_USED, _PCIE = "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPcieThroughput"
-_FIELDS, _ECC = "nvmlDeviceGetFieldValues", "nvmlDeviceGetTotalEccErrors"
-_EVENTS = "nvmlDeviceGetCurrentClocksEventReasons|nvmlDeviceGetCurrentClocksThrottleReasons"
-_SENT, _RECEIVED = (f"NVML_PCIE_UTIL_{way}_BYTES" for way in ("TX", "RX"))
-_LINKS_SENT, _LINKS_RECEIVED = (f"NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_{way}" for way in ("TX", "RX"))
-_CORRECTED, _UNCORRECTED = (f"NVML_MEMORY_ERROR_TYPE_{kind}" for kind in ("CORRECTED", "UNCORRECTED"))
-
-_QUANTITIES = (
-    _Quantity("power", "nvmlDeviceGetPowerUsage", (), "w", ("mean", "max"), over=1000),
-    _Quantity("sm_clock", _CLOCK, ("NVML_CLOCK_SM",), "mhz", ("min", "mean", "max")),
-    _Quantity("memory_clock", _CLOCK, ("NVML_CLOCK_MEM",), "mhz", ("min", "max")),
-    _Quantity("temperature", _TEMPERATURE, ("NVML_TEMPERATURE_GPU",), "celsius", ("max",)),
-    _Quantity("gpu_utilization", _USED, (), "percent", ("mean",), attribute="gpu"),
-    _Quantity("memory_utilization", _USED, (), "percent", ("mean",), attribute="memory"),
-    _Quantity("pcie_sent", _PCIE, (_SENT,), "bytes_per_s", ("mean",), times=_KB),
-    _Quantity("pcie_received", _PCIE, (_RECEIVED,), "bytes_per_s", ("mean",), times=_KB),
+_TABLE = read_yaml(Path(__file__).with_suffix(".yaml"))
+#: the words for the bits of NVML's clocks event reasons; the bit of an idle GPU; and the bits of reasons that
+#: slow a busy GPU without a user's request
+_REASONS: dict[int, str] = _TABLE["reasons"]
+_IDLE, _SLOWING = _TABLE["idle"], {*_TABLE["slowing"]}
+#: the quantities that are sampled; the counters, which only grow; and the quantities that are read once
+_QUANTITIES, _COUNTERS, _ONCE = (
+    [_Quantity(**each) for each in _TABLE[kind]] for kind in ("sampled", "counters", "once")
 )
-#: the counters, which only grow
-_COUNTERS = (
-    _Quantity("energy_j", "nvmlDeviceGetTotalEnergyConsumption", over=1000),
-    _Quantity("nvlink_sent_bytes", _FIELDS, (_LINKS_SENT,), times=_KIB),
-    _Quantity("nvlink_received_bytes", _FIELDS, (_LINKS_RECEIVED,), times=_KIB),
-    _Quantity("ecc_corrected_errors", _ECC, (_CORRECTED, "NVML_VOLATILE_ECC")),
-    _Quantity("ecc_uncorrected_errors", _ECC, (_UNCORRECTED, "NVML_VOLATILE_ECC")),
-)
-_NAME = _Quantity("name", "nvmlDeviceGetName")
-_HIGHEST_CLOCK = _Quantity("sm_clock", _MAX_CLOCK, ("NVML_CLOCK_SM",))
-_CLOCK_REASONS = _Quantity("clock_reasons", _EVENTS)
 
 
 class Telemetry:
@@ -191,9 +154,9 @@ class Telemetry:
 
         def sample() -> dict[str, Any]:
             at_s = time.perf_counter() - began
-            return {"at_s": at_s, **read((*_QUANTITIES, _CLOCK_REASONS))}
+            return {"at_s": at_s, **read(_QUANTITIES)}
 
-        self._gpu_name, self._highest_mhz = read([_NAME, _HIGHEST_CLOCK]).values()
+        self._gpu_name, self._highest_mhz = read(_ONCE).values()
         self._counted.append(read(_COUNTERS))
         self._ready.set()
         while not self._stop.wait(self._interval_s):

@@ -84,20 +84,6 @@ class EmulatedGroup(dist.ProcessGroup):
         return work
 
 
-class _EmulatedGroupOfOld(EmulatedGroup):
-    """An emulated group with the method names of torch before 2.12, whose fake group writes no results."""
-
-    def alltoall_base(self, output: Tensor, *rest: Any) -> dist.Work:
-        work: dist.Work = super().alltoall_base(output, *rest)
-        _draw([output])
-        return work
-
-    def _reduce_scatter_base(self, output: Tensor, *rest: Any) -> dist.Work:
-        work: dist.Work = super()._reduce_scatter_base(output, *rest)
-        _draw([output])
-        return work
-
-
 def _draw(tensors: Iterable[Tensor]) -> None:
     with without_dispatch():
         for x in tensors:
@@ -107,10 +93,7 @@ def _draw(tensors: Iterable[Tensor]) -> None:
                 x.zero_()
 
 
-_is_new = hasattr(dist.ProcessGroup, "all_to_all_single")
-dist.Backend.register_backend(
-    BACKEND, EmulatedGroup if _is_new else _EmulatedGroupOfOld, extended_api=True, devices=[*DEVICES]
-)
+dist.Backend.register_backend(BACKEND, EmulatedGroup, extended_api=True, devices=[*DEVICES])
 
 
 class EmulatedEngine(Engine):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import Plan, RankClass, backend_options, plan
 from spbench.bench.measure.memory.allocator import MIB, CachingAllocator, OutOfMemory, replay, without_retries
@@ -61,17 +61,20 @@ def _rounded(nbytes: int) -> int:
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
-def limit_by_host(measurement: Measurement, cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
+def limit_by_host(
+    measurement: Measurement, cell: Cell, by_rank: Sequence[Measurement], planned: Plan | None = None
+) -> Measurement:
     """Set in a measurement the most bytes that a rank holds in its host's memory, and the ranks of a node
     together; turn its status from ok into oom if a node has less host memory.
 
     Args:
         by_rank: the measurements of at least one rank of each class.
+        planned: the cell's plan; None: this function makes the plan.
     """
     peaks = [m.peak_host_memory_bytes or 0 for m in by_rank]
     if not any(peaks):
         return measurement
-    planned, held = plan(cell), np.zeros(cell.sizes.world, dtype=np.int64)
+    planned, held = planned or plan(cell), np.zeros(cell.sizes.world, dtype=np.int64)
     for measured, peak in zip(by_rank, peaks, strict=True):
         held[list(planned.class_of(measured.peak_rank).ranks)] = peak
     for measured, peak in zip(by_rank, peaks, strict=True):  # a rank's own peak replaces its class's peak
@@ -270,6 +273,8 @@ def needs(memory: RankMemory, cell: Cell) -> str:
 
 def _fewer_states(cell: Cell) -> str:
     """In words, a setting by which a rank holds fewer model states, for example another backend."""
+    if cell.strategy == OWN_STEP:
+        return "of which more ranks can hold fewer each"
     classes, sizes = all_backends(), cell.sizes.by_axis
     here = classes[cell.training.backend]
     replicas = prod(n for axis, n in sizes.items() if axis not in ("pp", "tp"))

@@ -146,24 +146,40 @@ def add_step_time(
     measurement.samples_per_s = cell.shape[0] / step_time_s
     if breakdown is not None:
         cluster = load_cluster(cell.cluster)
-        measurement.breakdown = dict(breakdown)
-        measurement.calibration = cluster.calibration_of(cell.precision).label
-        if cluster.rates_of(cell.precision) != "datasheet":  # else the datasheet prices all work
-            measurement.priced_by = by_share(priced_by, step_time_s)
-        nodes = -(-cell.sizes.world // cluster.devices_per_node)
-        ranks = {**cell.sizes.by_axis, "nodes": nodes, "graphs": 1 + (cell.training.cuda_graph != "none")}
+        ranks = {**cell.sizes.by_axis, "nodes": -(-cell.sizes.world // cluster.devices_per_node)}
+        ranks["graphs"] = 1 + (cell.training.cuda_graph != "none")
         stood_in = stand_ins(cell.program, cell.training.backend, ranks, cluster.network.name)
-        measurement.priced_by = [*(each.price for each in stood_in), *measurement.priced_by]
-        program = cell.model, cell.strategy
-        measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
+        add_rates(measurement, cell, breakdown, priced_by, [each.price for each in stood_in])
+
+
+def add_rates(
+    measurement: Measurement,
+    cell: Cell,
+    breakdown: Mapping[str, float],
+    priced_by: Mapping[Substitute, float],
+    stood_in: Sequence[dict[str, Any]] = (),
+) -> None:
+    """Set a simulated step's breakdown, and whose rates price its work: first ``stood_in``."""
+    cluster, step_time_s = load_cluster(cell.cluster), measurement.step_time_s or 0.0
+    measurement.breakdown = dict(breakdown)
+    measurement.calibration = cluster.calibration_of(cell.precision).label
+    of_datasheet = cluster.rates_of(cell.precision) == "datasheet"  # which then prices all work
+    measurement.priced_by = [*stood_in, *([] if of_datasheet else by_share(priced_by, step_time_s))]
+    program = cell.model, cell.strategy
+    measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
+
+
+def add_parts(measurement: Measurement, timeline: Timeline | StepNumbers) -> None:
+    """Set the parts of a simulated step's computing and exposed communication, and the step's bound."""
+    measurement.parts = dict(timeline.parts)
+    measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
 
 
 def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline | StepNumbers) -> None:
     """Set a measurement's simulated step time with its parts, bound, MFU and FLOPs; status mismatch if the
     FLOPs of the ranks disagree with the model's."""
     add_step_time(measurement, cell, timeline.step_time_s, timeline.breakdown, timeline.priced_by)
-    measurement.parts = dict(timeline.parts)
-    measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
+    add_parts(measurement, timeline)
     measurement.mfu = utilization(cell, timeline.step_time_s)
     measurement.flops, wrong = checked_flops(cell, timeline.flops)
     if wrong and measurement.status == "ok":
@@ -185,11 +201,16 @@ def utilization(cell: Cell, step_time_s: float) -> float | None:
     """Model FLOPs utilization (MFU), 0 to 1: :func:`model_flops` over the FLOPs that all ranks could do in
     the step's time by their datasheet; None if the datasheet's peak is not known. For one model and length
     MFU is proportional to the throughput of a GPU, whatever the strategy."""
+    return share_of_peak(model_flops(cell), cell, step_time_s)
+
+
+def share_of_peak(flops: float, cell: Cell, step_time_s: float) -> float | None:
+    """``flops`` over the FLOPs that all ranks could do in the step's time, see :func:`utilization`."""
     peaks = load_cluster(cell.cluster).device.peak_flops_per_s
     peak = next((figure.value for name, figure in peaks.items() if name == cell.precision), None)
     if not peak or step_time_s <= 0:
         return None
-    return model_flops(cell) / (step_time_s * peak * cell.sizes.world)
+    return flops / (step_time_s * peak * cell.sizes.world)
 
 
 def can_time(cell: Cell) -> bool:

@@ -117,7 +117,8 @@ class Trace:
 
 
 def _same_program(ours: Program, theirs: Program) -> bool:
-    pairs = [(getattr(ours, each.name), getattr(theirs, each.name)) for each in fields(Program)]
+    compared = (each.name for each in fields(Program) if each.compare)
+    pairs = [(getattr(ours, name), getattr(theirs, name)) for name in compared]
     return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
 

@@ -36,6 +36,18 @@ class _Staged(dist.Work):
         return self._work.is_completed()
 
 
+def _on_copies(name: str, tensors: int) -> Callable[..., dist.Work]:
+    """The method of a group that calls the method ``name`` of Gloo with copies of its first ``tensors``
+    arguments, which are tensors or nested lists, and copies the first back."""
+
+    def run(self: Any, filled: Any, *args: Any) -> dist.Work:
+        back: list[tuple[Tensor, Tensor]] = []
+        copies = [_copied(filled, back), *(_copied(each, []) for each in args[: tensors - 1])]
+        return _Staged(getattr(self._gloo, name)(*copies, *args[tensors - 1 :]), back)
+
+    return run
+
+
 class StagedGroup(dist.ProcessGroup):
     """A process group that runs Gloo on copies of tensors; see :mod:`measure.processes.staged_group`."""
 
@@ -57,36 +69,11 @@ class StagedGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
-    def _on_copies(self, run: Callable[..., Any], filled: Any, *given: Any) -> dist.Work:
-        """Call ``run`` with copies of tensors, or of nested lists; copies of ``filled`` are copied back."""
-        back: list[tuple[Tensor, Tensor]] = []
-        into = _copied(filled, back)
-        return _Staged(run(into, *(_copied(each, []) for each in given)), back)
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._on_copies(lambda x: self._gloo.allreduce(x, opts), tensors)
-
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._on_copies(lambda x: self._gloo.broadcast(x, opts), tensors)
-
-    def allgather(self, out: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._on_copies(lambda o, i: self._gloo.allgather(o, i, opts), out, given)
-
-    def _allgather_base(self, out: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        return self._on_copies(lambda o, i: self._gloo._allgather_base(o, i, opts), out, given)
-
-    def reduce_scatter(self, out: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        return self._on_copies(lambda o, i: self._gloo.reduce_scatter(o, i, opts), out, given)
-
-    def _reduce_scatter_base(self, out: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
-        return self._on_copies(lambda o, i: self._gloo._reduce_scatter_base(o, i, opts), out, given)
-
-    def alltoall_base(
-        self, out: Tensor, given: Tensor, out_sizes: list[int], given_sizes: list[int], opts: Any = None
-    ) -> dist.Work:
-        sizes = out_sizes, given_sizes
-        return self._on_copies(lambda o, i: self._gloo.alltoall_base(o, i, *sizes, opts), out, given)
-
+    allreduce, broadcast, recv = (_on_copies(name, 1) for name in ("allreduce", "broadcast", "recv"))
+    allgather, reduce_scatter = (_on_copies(name, 2) for name in ("allgather", "reduce_scatter"))
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        _on_copies(name, 2) for name in ("_allgather_base", "_reduce_scatter_base", "alltoall_base")
+    )
     # the names in newer releases of torch
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
@@ -97,9 +84,6 @@ class StagedGroup(dist.ProcessGroup):
         work = _Staged(self._gloo.send(copies, rank, tag), ())
         work.kept = copies  # type: ignore[attr-defined]  # until it has been sent
         return work
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> dist.Work:
-        return self._on_copies(lambda x: self._gloo.recv(x, rank, tag), tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._gloo.barrier(opts)

@@ -10,8 +10,8 @@ properties on which their rate depends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
@@ -201,6 +201,7 @@ class Program:
             kernels and records.
         marks: (phase, the phase's first event), in order; a phase may come again.
         unpriced: the operators among ``names`` whose cost is not known (:attr:`Price.known`).
+        lines: the user's line of events that communicate, as "step.py:31"; equal programs may differ in it.
     """
 
     mesh: Mesh
@@ -222,6 +223,7 @@ class Program:
     peers: tuple[tuple[int, ...], ...]
     marks: tuple[tuple[str, int], ...]
     unpriced: tuple[str, ...] = ()
+    lines: Mapping[int, str] = field(default_factory=dict, compare=False)
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -255,7 +257,8 @@ class Program:
             words += f" {'to' if kind == SEND else 'from'} rank {peer}"
         elif kind == COLLECTIVE:
             words += f" over ranks {list(self.groups[partner].members(rank, self.mesh))}"
-        return f"event {event} ({words}, {self.phase_of(event) or 'no phase'})"
+        line = f" at {self.lines[event]}" if event in self.lines else ""
+        return f"event {event} ({words}, {self.phase_of(event) or 'no phase'}){line}"
 
 
 #: the first names of PRECISION_NAMES that are half precisions, for which attention kernels have rates

@@ -55,6 +55,8 @@ class ProgramBuilder:
         self.works: list[tuple[int, int]] = [(EVERYONE, 0)]
         #: see :attr:`Program.unpriced`
         self.unpriced: set[str] = set()
+        #: see :attr:`Program.lines`
+        self.lines: dict[int, str] = {}
         #: the host's work since the last event, packed into one number
         self.host_work = 0
         self._names: dict[str, int] = {}
@@ -168,6 +170,7 @@ class ProgramBuilder:
             peers=tuple(self._peers),
             marks=tuple(self.marks),
             unpriced=tuple(sorted(self.unpriced)),
+            lines=self.lines,
         )
 
     def _noted(self, changes: Sequence[tuple[int, int]], dtype: type) -> np.ndarray:

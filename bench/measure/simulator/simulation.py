@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from spbench.bench.errors import listed
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import Deadlock, ProcessGroups, World
 from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
@@ -51,9 +52,13 @@ class Simulation(SimulationState):
             step, number = heappop(self._heap)
             mask = self._runnable.pop((step, number))
             self._go_on(number, step, np.flatnonzero(mask))
-        for (number, step), parked in sorted(self._parked.items()):
-            for place in np.flatnonzero(np.any([*parked.values()], axis=0)).tolist():
-                raise Deadlock(f"{self.steps[number].describe(step, place)}: waited for, but never ends")
+        masks = ((key, np.any([*parked.values()], axis=0)) for key, parked in sorted(self._parked.items()))
+        if waited := [
+            self.steps[number].describe(step, place)
+            for (number, step), mask in masks
+            for place in np.flatnonzero(mask).tolist()
+        ]:
+            raise Deadlock(f"{listed(waited, 3, '; ')}: waited for, but never ends")
         for number, steps in enumerate(self.steps):
             posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
             for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):

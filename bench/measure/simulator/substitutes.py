@@ -34,7 +34,7 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.table_prices import lengths_measured, matmuls_covered, ranks_measured
-from spbench.impls import GROUPED_MATMULS
+from spbench.impls import GROUPED_MATMULS, SPARSE_ATTENTION
 
 #: the substitute of attention for which a card has no rate
 AS_MATMULS = "matmuls"
@@ -81,6 +81,7 @@ def kernel_substitutes(costs: Costs, program: Program) -> _Found:
 def _attention(costs: Costs, program: Program, all_calls: np.ndarray) -> _Found:
     device, left = costs.cluster.device, all_calls.copy()
     own_share, rates = device.attention_efficiency.value is not None, device.attention
+    sparse = program.calls_of(SPARSE_ATTENTION)
     for call, events in attention_calls(program):
         if rates is None:
             break
@@ -90,15 +91,18 @@ def _attention(costs: Costs, program: Program, all_calls: np.ndarray) -> _Found:
         left[events] = False
         kernel = rates.default if costs.attention == "flash" else costs.attention
         work = f"{call.direction} attention by {kernel}"
-        if text := rate.limit_flops_per_s.substitute:
+        if sparse[events[0]]:
+            work = f"{call.direction} attention to chosen keys"
+            yield Substitute(work, f"{kernel}'s rate over these keys", "substituted"), events
+        elif text := rate.limit_flops_per_s.substitute:
             yield Substitute(work, text, "transferred"), events
         elif text := _unlike(rate, call):
             yield Substitute(work, f"its rate {text}", "extrapolated"), events
     default = costs.attention == "flash" or rates is None or costs.attention == rates.default
     for name in np.unique(program.name[left]).tolist():
         events = np.flatnonzero(left & (program.name == name))
-        # softmax attention has a shape; linear attention is an operator of its own, without a shape
-        softmax = program.shape[events[0]].any()
+        # softmax attention has a shape; linear and sparse attention are operators of their own
+        softmax = program.shape[events[0]].any() and not sparse[events[0]]
         kernel = "attention" if costs.attention == "flash" else f"attention by {costs.attention}"
         work = kernel if softmax else program.names[name]
         if not own_share:

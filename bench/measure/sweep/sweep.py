@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.rate_tables import table_digest
 from spbench.bench.measure.engines.engine import engine_class
@@ -56,10 +56,11 @@ def digest(cell: Cell) -> dict[str, str]:
     cluster = loaded.model_dump(mode="json") | {
         "tables": {name: table_digest(name) for name in loaded.tables}
     }
+    own = cell.strategy == OWN_STEP  # whose file is in no registry
     return {
         "cluster": _sha256(_without_texts(cluster)),
-        "model": _sha256([*_model(*cell.model_arguments), cell.model_dump(mode="json")]),
-        "strategy": _sha256(_strategy(cell.strategy, cell.strategy_options)),
+        "model": _sha256([*([] if own else _model(*cell.model_arguments)), cell.model_dump(mode="json")]),
+        "strategy": _sha256([] if own else _strategy(cell.strategy, cell.strategy_options)),
         "code": code_digest(),
         "torch": installed_version("torch") or "",
     }

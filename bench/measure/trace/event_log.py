@@ -196,7 +196,7 @@ class EventLog(Meter):
         super().__init__(mesh)
         self.rank = mesh.get_rank()
         self.builder = ProgramBuilder(mesh.shape)
-        self._pipeline = (mesh.mesh_dim_names or ()).index("pp")
+        self._pipeline: int | None = (mesh.mesh_dim_names or ()).index("pp")
         #: the streams on which operators are issued
         self.streams = Streams(self.builder)
         self._groups: dict[str, tuple[list[int], Group]] = {}
@@ -209,6 +209,10 @@ class EventLog(Meter):
         self.running = False
         #: the :func:`backward_node` that called the last operator
         self._node: int | None = None
+
+    def on_mesh(self, sizes: tuple[int, ...]) -> None:
+        """Write groups and peers relative to a mesh of these sizes, without folded axes, from now on."""
+        self.builder.mesh, self._pipeline = sizes, None
 
     @contextmanager
     def counted_modules(self) -> Iterator[None]:

@@ -88,6 +88,7 @@ class ModuleCalls:
         return self._places[id(module)]
 
 
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 #: the tag of storages in the host's memory that are not pinned
 PAGEABLE = "pageable"
 
@@ -162,9 +163,10 @@ class MemoryMeter(Meter):
 
     def note_inside(self, func: Any, args: Sequence[Any]) -> None:
         """Note the storages that an operator, which has run, would allocate inside its kernel on a card."""
-        if func is flash_attention_backward:
+        if func in (flash_attention_backward, _FLASH_BACKWARD):
             _, q, k, v, *_ = args
-            inside = inside_backward(self.attention, q.shape, k.shape, q.itemsize, v.shape[3])
+            kernel = self.attention if func is flash_attention_backward else "flash_attention_2"  # torch's
+            inside = inside_backward(kernel, q.shape, k.shape, q.itemsize, v.shape[3])
             for number in [self._born(nbytes) for nbytes in inside]:
                 self.log.tags[number] = "workspaces"
                 self.log.events.append(-number - 1)

@@ -140,17 +140,22 @@ class MemoryLog:
         categories = self._categories(events)
         peaks: list[Peak] = []
         for start, end in pairwise([0, self.step_start, *self.step_ends]):
-            if start == end == 0:
+            at = start + int(np.argmax(live[start:end])) if end > start else start - 1
+            if at < 0:
                 peaks.append(Peak(0, SET_UP, dict.fromkeys(CATEGORIES, 0), 0))
                 continue
-            at = start + int(np.argmax(live[start:end]))
-            until = events[: at + 1]
-            alive = np.zeros(len(self.sizes), dtype=bool)
-            alive[until[until > 0] - 1] = True
-            alive[-until[until < 0] - 1] = False  # each storage is born once and dies once, after that
+            alive = self.alive_after(at)
             held = {name: int(nbytes[alive & (categories == n)].sum()) for n, name in enumerate(CATEGORIES)}
             peaks.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))
         return Levels(live, peaks[0], peaks[1:])
+
+    def alive_after(self, event: int) -> np.ndarray:
+        """[storages]: whether each storage is alive after the event with that index."""
+        until = np.asarray(self.events[: event + 1], dtype=np.int64)
+        alive = np.zeros(len(self.sizes), dtype=bool)
+        alive[until[until > 0] - 1] = True
+        alive[-until[until < 0] - 1] = False  # each storage is born once and dies once, after that
+        return alive
 
     def categories(self) -> list[str]:
         """The category of each storage: its tag; else "activations" if a forward made the storage and left it

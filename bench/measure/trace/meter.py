@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.trace.operator_prices import nbytes_of
+from spbench.bench.measure.trace.operator_prices import OPERATORS, nbytes_of
 from spbench.bench.measure.trace.torch_internals import OpOverload, group_named, schema_of
 from spbench.impls import MESH_AXES, named_classes, wire_bytes
 
@@ -101,47 +101,15 @@ def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
     return [classes[name] for name in names]
 
 
-#: collective -> its operators in c10d. The payload, the whole tensor of WIRE_SHARE in spbench.impls.traffic,
-#: is the second argument of collectives in _GIVEN_PARTS, and the first argument of the others
-_C10D = {
-    "send": ("send",),
-    "recv": ("recv_",),
-    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
-    "broadcast": ("broadcast_",),
-    "reduce": ("reduce_",),
-    "all_gather": ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
-    "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
-    "all_to_all": ("alltoall_", "alltoall_base_"),
-    "barrier": ("barrier",),
-}
-_GIVEN_PARTS = ("reduce_scatter", "all_to_all")
-
-#: collective -> its functional operators, which DTensor and torch.compile use. The last positional argument
-#: is the group, the results are new tensors; the payload is the first argument, in a gather only one part
-_FUNCTIONAL = {
-    "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
-    "broadcast": ("broadcast", "broadcast_"),
-    "all_gather": (
-        *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
-    ),
-    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
-    "all_to_all": ("all_to_all_single", "shard_dim_alltoall"),
-}
+_GIVEN_PARTS = OPERATORS["given_parts"]
 #: operator, with its namespace -> collective
 _COLLECTIVES = {
     f"{namespace}::{operator}": collective
-    for namespace, table in (("c10d", _C10D), ("_c10d_functional", _FUNCTIONAL), ("_dtensor", _FUNCTIONAL))
+    for namespace, table in OPERATORS["collectives"].items()
     for collective, operators in table.items()
     for operator in operators
 }
-
-#: the namespaces of operators that communicate
-_NAMESPACES = frozenset(
-    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor"}
-)
-#: operators in these namespaces that send nothing: the wait for a functional collective, and a wrapper of the
-#: result for autograd
-_SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+_NAMESPACES, _SILENT = (frozenset(OPERATORS[kind]) for kind in ("namespaces", "silent"))
 
 
 def communicates(operator: OpOverload) -> bool:

@@ -1,14 +1,15 @@
 """The cost of a call of an operator: the bytes that the call reads and writes, and its FLOPs.
 
 Most operators stream: they take as long as their memory traffic, in which each argument is read once and each
-result written once. The tables below name the exceptions. The cost of an operator that is in no table, and
-that torch does not tag as streaming, is not known: the operator is priced by its bytes too, but
+result written once. The tables in operators.yaml name the exceptions. The cost of an operator that is in no
+table, and that torch does not tag as streaming, is not known: the operator is priced by its bytes too, but
 :attr:`Price.known` is false, and the result row names the operator (``unpriced_operators``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,80 +19,58 @@ from spbench import impls
 from spbench.bench.measure.simulator import program
 from spbench.bench.measure.simulator.program_builder import NO_SHAPE
 from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
+from spbench.bench.yaml_files import read_yaml
 
 _OTHER, _FP8 = program.PRECISION_NAMES.index("other"), program.PRECISION_NAMES.index("fp8")
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _PRECISION |= {torch.float8_e4m3fn: _FP8, torch.float8_e5m2: _FP8}
 
+#: tables of operators by name, which the file explains
+OPERATORS = read_yaml(Path(__file__).with_name("operators.yaml"))
 #: matmuls -> position of their first operand; the second follows it
-MATMULS = {
-    **dict.fromkeys(("mm", "bmm", "te_mm", "te_mm_to", "strided_bmm", "fp8_mm", "te_fp8_mm"), 0),
-    **dict.fromkeys(("addmm", "baddbmm", "addmm_", "baddbmm_"), 1),
-    **dict.fromkeys((f"{of}accumulate_mm_" for of in ("", "te_", "fp8_", "te_fp8_")), 1),
-}
-#: operators that move no data, in addition to views: they allocate, pass a tensor on, or belong to a transfer
-_FREE = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
-    "_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "resize_", "set_", "_local_scalar_dense",
-    *impls.MAKES_ON_HOST, *impls.WITHIN_TRANSFERS,
-}  # fmt: skip
-#: operators that write their first argument and do not read it
-_OVERWRITING = {
-    "copy_", "host_copy_", "_foreach_copy_", "zero_", "fill_",
-    "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
-}  # fmt: skip
-#: operators that copy the tensors of their first argument into a part of the second argument, and return it:
-#: they read and write the bytes of the first argument
-_COPIES_INTO = {"all_gather_copy_in"}
-#: operators that read only the rows that an index names: they move twice the result's bytes, and the index
-_LOOKUPS = {"embedding", "gather", "index_select"}
-
+MATMULS: dict[str, int] = OPERATORS["matmuls"]
+_FREE = {*OPERATORS["free"], *impls.MAKES_ON_HOST, *impls.WITHIN_TRANSFERS}
+_OVERWRITING, _COPIES_INTO, _LOOKUPS = (
+    {*OPERATORS[kind]} for kind in ("overwriting", "copies_into", "lookups")
+)
 #: tags of operators that stream
 _STREAMING_TAGS = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded, torch.Tag.view_copy}
-#: operators that stream and that torch does not tag
-_STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {
-    "_to_copy", "arange", "cat", "_chunk_cat", "constant_pad_nd", "flip", "full", "full_like", "masked_fill_",
-    "new_full", "new_ones", "new_zeros", "ones", "ones_like", "repeat", "repeat_interleave", "roll",
-    "scalar_tensor", "select_backward", "slice_backward", "select_scatter", "slice_scatter", "stack", "tril",
-    "tril_", "triu", "triu_", "zeros", "zeros_like",
-    "all", "amax", "amin", "any", "argmax", "argmin", "cumsum", "linalg_vector_norm", "logsumexp", "mean",
-    "softplus_backward", "sort", "sum", "topk", "var_mean",
-    "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "native_layer_norm",
-    "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "nll_loss_forward",
-    "nll_loss_backward", "native_dropout_backward",
-    "embedding_dense_backward", "index", "index_put_", "index_add_", "scatter", "scatter_",
-    "scatter_add", "scatter_add_",
-    "_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_",
-}  # fmt: skip
-_STREAMING_FAMILIES = ("_foreach_", "chunk_cat", "split_with_sizes_copy", "_fused_adam", "_fused_sgd")
+_STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {*OPERATORS["streaming"]}
+_STREAMING_FAMILIES = tuple(OPERATORS["streaming_families"])
 
 
-def _whole_forward(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, **_: Any
-) -> int:
-    return impls.forward_flops(q.shape, k.shape, v.shape, causal)
+def _of_whole_sequences(operator: Any, flops: Callable[..., int]) -> Callable[..., int]:
+    """FLOPs of a call of an attention operator, by ``flops`` of its q, k and v and whether it is causal."""
+    names = [argument.name for argument in schema_of(operator.default).arguments]
 
+    def of_call(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        of = dict(zip(names, args, strict=False)) | kwargs
+        return flops(*(of[name].shape for name in ("query", "key", "value")), of.get("is_causal", False))
 
-def _whole_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any, **_: Any) -> int:
-    _, _, _, causal = others  # o, lse, dropout
-    return impls.backward_flops(q.shape, k.shape, v.shape, causal)
+    return of_call
 
 
 #: FLOPs of attention over whole sequences. torch's counter does not know the CPU's kernels, which fake
 #: tensors use, and it counts the scores that a causal mask hides, which flash attention does not compute
 _ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _whole_forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _whole_backward,
+    operator: _of_whole_sequences(operator, flops)
+    for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    for end, flops in (("", impls.forward_flops), ("_backward", impls.backward_flops))
+    for operator in [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{end}")]
 }
 
 
 def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, int]:
     """(B x Z, queries, keys, A) of a call of an attention kernel that stores no scores, from its q
     [B, Z, M, A], k and v [B, G, L, A]; in a backward a gradient comes before q. If v has another head size, A
-    is the one head size at which the call's matmuls would have the same FLOPs, rounded down."""
-    backward = name.endswith("_backward")
+    is the one head size at which the call's matmuls would have the same FLOPs, rounded down. The keys of
+    attention to chosen keys, with q [B, M, Z, A] and positions [B, M, K], are the chosen ones."""
+    backward, sparse = name.endswith("_backward"), name in impls.SPARSE_ATTENTION
     q, k, v = arguments[1:4] if backward else arguments[:3]
-    a = (3 * q.shape[3] + 2 * v.shape[3]) // 5 if backward else (q.shape[3] + v.shape[3]) // 2
+    values = arguments[-1] if sparse else v.shape[3]
+    a = (3 * q.shape[3] + 2 * values) // 5 if backward else (q.shape[3] + values) // 2
+    if sparse:
+        return q.shape[0] * q.shape[2], q.shape[1], v.shape[2], a
     if name.startswith("ranged"):
         ranges, _, length = impls.Size.of(arguments[-1])
         return q.shape[0] * q.shape[1] * ranges, length, length, a
@@ -111,7 +90,7 @@ class Price:
 
     Attributes:
         free: whether calls cost nothing.
-        known: whether the operator is in a table of this module, or is known to stream.
+        known: whether the operator is in a table of operators.yaml, or is known to stream.
     """
 
     def __init__(self, func: Any):
@@ -142,10 +121,13 @@ class Price:
         self._grouped = impls.GROUPED_MATMULS.get(name, -1)
         formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         self._formula = None if self._matmul >= 0 else formula
-        self._softmax = self._formula is not None and "flash_attention" in name
+        stores_no_scores = "flash_attention" in name or name in impls.SPARSE_ATTENTION
+        self._softmax = self._formula is not None and stores_no_scores
         self._category = (
             program.ATTENTION if "softmax" in name or "attention" in name else program.MEMORY_BOUND
         )
+        if name == "index_scores":  # matmuls of several heads, which have no shape of one matmul
+            self._category = program.MATMUL
         if name in impls.OVER_HOST_LINK:
             self._category = program.HOST_COPY
         elif name in impls.ON_HOST_CORES:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spbench.bench.measure.trace.memory import makes_on_host
 from spbench.bench.measure.trace.meter import communicates
+from spbench.bench.measure.trace.operator_prices import OPERATORS
 from spbench.bench.measure.trace.torch_internals import (
     FAKE_DEVICE,
     FakeTensor,
@@ -22,27 +23,15 @@ from spbench.bench.measure.trace.torch_internals import (
 Path = tuple[int | str, ...]
 Key = tuple[Any, ...]
 
-#: operators that change the metadata or storage of an argument, or whose results depend on values
+#: tags of operators like those of the table ``unusual``
 _UNUSUAL_TAGS = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
     torch.Tag.maybe_aliasing_or_mutating,
 )
-_UNUSUAL = frozenset(
-    {"aten::resize_", "aten::set_", "aten::lift_fresh", "aten::lift", "aten::_local_scalar_dense"}
-)
-#: operators of torch whose results are on their arguments' device, in a layout that no device chooses; views
-#: and elementwise operators are such operators too
-_OF_METADATA_ALONE = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("mm", "bmm", "addmm", "baddbmm_", "cat", "stack", "clone", "_to_copy", "_unsafe_view", "copy_"),
-        *("empty_like", "zeros_like", "new_empty", "new_zeros", "fill_", "zero_", "normal_"),
-        *("sum", "mean", "amax", "gather", "scatter_add_", "select_backward", "slice_backward"),
-        *("embedding", "embedding_dense_backward", "nll_loss_forward", "nll_loss_backward"),
-        *("_log_softmax", "_log_softmax_backward_data", "_fused_adamw_"),
-    )
+_UNUSUAL, _OF_METADATA_ALONE = (
+    frozenset(f"aten::{name}" for name in OPERATORS[kind]) for kind in ("unusual", "of_metadata_alone")
 )
 _PLAIN_SCALARS = (
     *(bool, int, float, str, type(None)),

@@ -5,14 +5,17 @@ moves one. :func:`check_internals` names the one that has moved, before the firs
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from spbench.bench.errors import UserError
 from spbench.impls import Unsupported
@@ -39,6 +42,7 @@ try:
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
     from torch.utils._mode_utils import no_dispatch as no_dispatch
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes  # noqa: F401
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
     from torch.utils.flop_counter import flop_registry as flop_registry
 except ImportError as error:
@@ -47,8 +51,8 @@ except ImportError as error:
 #: torch's message for a tensor with more bytes than 64 bits can count, with the tensor's sizes
 _OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, ]+\])")
 
-#: the attribute of a fake tensor that holds its device; before torch 2.12 ``fake_device`` was no property
-FAKE_DEVICE = "_fake_device" if hasattr(FakeTensor, "fake_device") else "fake_device"
+#: the attribute of a fake tensor that holds its device
+FAKE_DEVICE = "_fake_device"
 
 
 def fsdp_collectives() -> Any:
@@ -56,9 +60,92 @@ def fsdp_collectives() -> Any:
     return import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 
 
+@contextmanager
+def foreach_of_fakes() -> Iterator[None]:
+    """Within the context, optimizers and norms of fake tensors on the CPU take torch's foreach operators, as
+    those of a GPU's tensors do."""
+    optimizer = import_module("torch.optim.optimizer")
+    kinds = (
+        optimizer._foreach_supported_types,
+        import_module("torch.utils._foreach_utils")._foreach_supported_types,
+    )
+    for each in kinds:
+        each.append(FakeTensor)
+    try:
+        with replaced(optimizer, {"_get_foreach_kernels_supported_devices": lambda: ["cpu"]}):
+            yield
+    finally:
+        for each in kinds:
+            each.remove(FakeTensor)
+
+
+@contextmanager
+def around_shapes_of_dtensors(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Within the context, DTensor works out shapes, on tensors of the whole size that no rank has, in a
+    ``context`` of its own."""
+    propagator = import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
+    name = "_propagate_tensor_meta_non_cached"
+    work_out = getattr(propagator, name)
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return work_out(*args, **kwargs)
+
+    with replaced(propagator, {name: apart}):
+        yield
+
+
+@contextmanager
+def static_pipelines() -> Iterator[None]:
+    """Within the context, the stages of a torch.distributed.pipelining schedule hold no vote on who knows the
+    shapes of messages, because a fake rank cannot read the votes.
+
+    Raises:
+        UserError: a stage does not know its shapes.
+    """
+    if (schedules := sys.modules.get("torch.distributed.pipelining.schedules")) is None:
+        yield
+        return
+
+    def vote(_: Any, stages: list[Any], has_backward: bool, *__: Any) -> None:
+        for stage in stages:
+            if schedules.InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+                raise UserError(
+                    "a PipelineStage asks the other stages for shapes, which do not run here: give it "
+                    "input_args and output_args (of one micro-batch, for example on the meta device)"
+                )
+            stage._inference_mode = schedules.InferenceMode.STATIC
+
+    with replaced(schedules._PipelineSchedule, {"_warmup_p2p": vote}):
+        yield
+
+
+@contextmanager
+def around_backward(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within the context, ``around`` has replaced the function by which autograd's engine runs a backward."""
+    run = around(torch.autograd.graph._engine_run_backward)
+    with (
+        replaced(torch.autograd, {"_engine_run_backward": run}),
+        replaced(torch.autograd.graph, {"_engine_run_backward": run}),
+    ):
+        yield
+
+
+def attention_order() -> list[SDPBackend]:
+    """The kernels of attention in the order in which torch tries them, see torch.nn.attention.sdpa_kernel."""
+    return [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
+
+
 def without_dispatch() -> Any:
     """A context in which operators reach no mode and no subclass of tensors."""
     return torch._C._DisableTorchDispatch()
+
+
+def groups_of_process() -> dict[str, list[int]]:
+    """The global ranks of each process group that this process belongs to, by the group's name."""
+    every = dist.distributed_c10d._world.pg_group_ranks
+    of_rank = (group for group in every if isinstance(group, dist.ProcessGroup))  # others stand as numbers
+    return {group.group_name: sorted(every[group]) for group in of_rank}
 
 
 def schema_of(func: OpOverload) -> Any:

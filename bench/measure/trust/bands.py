@@ -15,6 +15,7 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
+from spbench.bench.cell import OWN_STEP
 from spbench.bench.measure.trust.error_model import EVER_WORSE, NO_RATE, ErrorModel
 from spbench.bench.setting_values import STAND_IN, StandIn
 from spbench.plots.series import grouped
@@ -75,6 +76,7 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
         "step_time_high_s": step_time_s * high,
     }
     lacks = [each["work"] for each in priced_by if each["grade"] == STAND_IN]
+    lacks += ["a measured step of the user's own program"] * (strategy == OWN_STEP)
     if lacking := _lacking(rates, priced_by):
         lacks.append(lacking["work"])
         cluster = row["cell"].get("cluster") or "this cluster"

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, packaged, packaged_errors
 from spbench.bench.measurement import filled, returned_bytes
 from spbench.bench.units import card_gib, shown_share
@@ -120,7 +120,10 @@ def certainty(cell: Cell, measured: Mapping[str, Any]) -> Certainty | None:
     oom, returned = measured["status"] == "oom", returned_bytes(measured)
     # where segments are given back, the whole card is reserved
     part = 0.0 if returned else part
-    run = Filled(part, kinds_of(cell), cell.training.backend, "", published_oom=False, oom=oom)
+    backend = (
+        "zero3" if cell.strategy == OWN_STEP else cell.training.backend
+    )  # fully_shard is eager torch too
+    run = Filled(part, kinds_of(cell), backend, "", published_oom=False, oom=oom)
     word, reason = packaged_evidence().judged(run)
     if word == NO or not returned:
         return Certainty(word, reason)
@@ -131,6 +134,8 @@ def certainty(cell: Cell, measured: Mapping[str, Any]) -> Certainty | None:
 def kinds_of(cell: Cell) -> frozenset[str]:
     """The kinds of program that a cell's memory is evidence for, such as a strategy with the kind of
     attention, or experts spread over ranks with the backend."""
+    if cell.strategy == OWN_STEP:
+        return frozenset()
     model: Any = model_preset(*cell.model_arguments)
     meetings = {site.kind for site in model.sites(1, cell.seq_len or _ANY_LENGTH)} & {*MEETINGS}
     parts = [part for part in cell.strategy.split(PLUS) if part != "single"]

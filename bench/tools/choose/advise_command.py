@@ -57,7 +57,7 @@ from spbench.bench.command_line.options import (
 @jobs
 @executor
 @printed
-@body("choose.advise_report:advise")
+@body("choose.advise_report:advise", starts_processes=True)
 def command() -> None:
     """Find the fastest layouts of a model that fit its cards.
 

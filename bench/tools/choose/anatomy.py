@@ -112,8 +112,7 @@ def anatomy(
     live = np.cumsum(signed)
     at = int(np.argmax(live))
     kinds = _kinds(log, events)
-    until, alive = events[: at + 1], np.zeros(len(blocks), dtype=bool)
-    alive[until[until > 0] - 1], alive[-until[until < 0] - 1] = True, False
+    alive = log.alive_after(at)
     held = {
         name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(measure.CATEGORIES)
     }

@@ -134,6 +134,10 @@ class Account:
             return least
         return int(value)
 
+    def is_default(self, name: str) -> bool:
+        """Whether the job gives an argument with its default value."""
+        return self.program_arguments[name].is_default(self.given[name].value)
+
     def ignore(self, reason: str, *names: str) -> None:
         """Note why the arguments ``names`` have no effect in this job."""
         for name in names:
@@ -237,7 +241,7 @@ class Account:
             return "mapped", "; ".join(dict.fromkeys(self.made_of[name]))
         if name in self.idle:
             return "no effect", self.idle[name]
-        if argument.is_default(given.value):
+        if self.is_default(name):
             return "no effect", "is so by default"
         if argument.beside and not any(map(self.has, argument.beside)):
             return "no effect", f"of {argument.missing or argument.detail}, which the job has not"

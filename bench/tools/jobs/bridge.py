@@ -6,9 +6,11 @@ Every key is translated to the argument of Megatron-LM that means the same.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account, Given, key_account
+from spbench.bench.tools.jobs.account import Account, key_account
+from spbench.bench.tools.jobs.adapter_settings import named_model
 from spbench.bench.tools.jobs.argument_tables import (
     ArgumentTable,
     ProgramArgument,
@@ -17,12 +19,11 @@ from spbench.bench.tools.jobs.argument_tables import (
     flat,
     shown,
 )
-from spbench.bench.tools.jobs.job import Argument, Job, Outcome
+from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
-from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
-from spbench.bench.tools.jobs.model_names import named_model
+from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.megatron_inside import as_arguments, as_key, job_of_both
 from spbench.bench.tools.jobs.python_values import has_recipes, recipe_of
-from spbench.bench.tools.jobs.variables import variables
 
 #: sections of a configuration, of which it has at least two and other kinds of job have none
 _SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}
@@ -114,16 +115,20 @@ def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: Jo
     values = {name: key.default for name, key in table.arguments.items() if key.outcome == "mapped"}
     from_config = _from_config(account, config)
     values |= from_config | {name: account.value(name) for name in account.given if name in values}
-    given = _as_arguments(account, values, from_config)
+    known, sources = _as_arguments(account, values, from_config)
+    given = dict(as_arguments(known, sources, account.problems, "Megatron-Bridge"))
     megatron = megatron_account(given, _environment(account))
     if not account.problems:
         make_settings(megatron, files.gpus, files.cluster)
-    megatron.problems[:0] = account.problems
+        asked = (name for name in account.given_of(*values) if not account.is_default(name))
+        account.ignore("is so without it", *asked)
     # Megatron-LM's own script refuses these jobs, but Megatron-Bridge does not
     megatron.remarks = [remark for remark in megatron.remarks if "this one refuses" not in remark]
-    arguments = [*_arguments(account, megatron), *variables(megatron)]
-    whole = replace(megatron, table=account.table)
-    return whole.job("bridge", files, arguments, files.machine_problems(None))
+    of_both = table.content["switched_off_by"], table.content["arguments"]
+    named = {key: as_key(argument) for each in of_both for key, argument in each.items()}
+    named["model.vocab_size"] = "vocab_size" if "vocab_size" in known else "padded_vocab_size"
+    of_job = {name: each.value for name, each in account.given.items()}
+    return job_of_both("bridge", files, None, of_job, megatron, account, named)
 
 
 def _from_config(account: Account, config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -142,19 +147,18 @@ def _from_config(account: Account, config: Mapping[str, Any] | None) -> dict[str
 
 def _as_arguments(
     account: Account, values: Mapping[str, Any], from_config: Mapping[str, Any]
-) -> dict[str, Given]:
-    """The arguments of Megatron-LM that keys set, by the argument's name; ``values``: all values by key."""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of Megatron-LM's arguments that keys set, and the sources of these values, both by the
+    argument with underscores; ``values``: all values by key."""
     content, of_megatron = bridge_table().content, argument_table("megatron").arguments
     alike = content["arguments"].keys() - argument_table("bridge").content["arguments"].keys()
-    given: dict[str, Given] = {}
+    known, sources = dict[str, Any](), dict[str, str]()
 
-    def add(argument: str, key: str, *value: object) -> None:
-        value = tuple(_DTYPES.get(str(v), v) for v in value)
-        words = [str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in value]
+    def add(argument: str, key: str, value: Any = True) -> None:
+        word, one = as_key(argument), isinstance(value, list) and not of_megatron[argument].count
+        known[word] = str(value) if one else _DTYPES.get(str(value), value)
         default = f"config.json ({key})" if key in from_config else f"default of {key}"
-        each, problems = given_argument(argument, of_megatron[argument], words)
-        given[argument] = replace(each, source=account.spelled(key) if key in account.given else default)
-        account.problems += problems
+        sources[word] = account.spelled(key) if key in account.given else default
 
     values = _with_overlaps(account, values)
     for key, argument in content["arguments"].items():
@@ -168,8 +172,7 @@ def _as_arguments(
         if key == "model.vocab_size" and values["model.should_pad_vocab"]:
             argument = "--vocab-size"
         if value is not None and value is not False:
-            many = value if isinstance(value, list) and of_megatron[argument].count else [value]
-            add(argument, key, *([] if value is True else many))
+            add(argument, key, value)
     for key, argument in content["switched_off_by"].items():
         if values[key] is False:
             add(argument, key)
@@ -182,10 +185,10 @@ def _as_arguments(
     if len(lengths) > 1:
         account.problems.append("model.seq_length and dataset.seq_length differ; give one length")
     elif lengths and values[length] is None:
-        add("--seq-length", "dataset.seq_length", *lengths)
+        add("--seq-length", "dataset.seq_length", min(lengths))
     if values[positions] is None and lengths:
         add("--max-position-embeddings", positions, min(lengths))
-    return given
+    return known, sources
 
 
 def _with_overlaps(account: Account, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,29 +246,9 @@ def _add_activation(account: Account, values: Mapping[str, Any], add: Callable[.
 def _add_precision(account: Account, recipe: Any, add: Callable[..., None]) -> None:
     key, recipes = "mixed_precision", bridge_table().content["precisions"]
     words = recipes.get(str(recipe).replace("-", "_"), "").split()
-    for place, word in enumerate(words):
+    for word, following in pairwise([*words, "--"]):
         if word.startswith("--"):
-            add(word, key, *[each for each in words[place + 1 : place + 2] if not each.startswith("--")])
+            add(word, key, True if following.startswith("--") else following)
     if not words and recipe is not None:
         account.refuse("this recipe of precision", key)
     account.took(f"precision: {words[0][2:] if words else 'fp32'}", key)
-
-
-def _arguments(account: Account, megatron: Account) -> Iterator[Argument]:
-    """Every key of a job, with the outcome of the argument of Megatron-LM that the key sets."""
-    content = bridge_table().content
-    accounted = {argument.name: argument for argument in megatron.arguments()}
-    for own in account.arguments():
-        name = content["arguments"].get(own.name) or content["switched_off_by"].get(own.name, "")
-        name = "--vocab-size" if name == "--padded-vocab-size" and name not in accounted else name
-        argument = accounted.get(name)
-        if argument is None or own.outcome == "unknown" or own.name in account.missing or account.problems:
-            yield own if own.outcome != "refused" or own.name in account.missing else _idle(account, own)
-            continue
-        yield Argument(own.name, own.value, argument.outcome, argument.detail)
-
-
-def _idle(account: Account, own: Argument) -> Argument:
-    """The outcome of a key that sets no argument of Megatron-LM: "refused" by the table, or "no effect"."""
-    outcome: Outcome = "refused" if account.program_arguments[own.name].outcome == "refused" else "no effect"
-    return Argument(own.name, own.value, outcome, own.detail if outcome == "refused" else "is so without it")

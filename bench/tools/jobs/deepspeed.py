@@ -9,7 +9,6 @@ utils/dataclasses.py: TERecipeKwargs and AORecipeKwargs).
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import PurePosixPath
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
@@ -22,10 +21,9 @@ from spbench.bench.tools.jobs.argument_tables import (
 )
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import MODEL_PATH, JobFile, JobFiles, mapping_in
-from spbench.bench.tools.jobs.launch import options_of, shell_of
+from spbench.bench.tools.jobs.launch import launched, options_of
 from spbench.bench.tools.jobs.python_values import training_script
 from spbench.bench.tools.jobs.rules import Rule, Said, follow
-from spbench.bench.tools.jobs.shell_syntax import shown_word
 from spbench.bench.tools.jobs.step_lines import precision_of, step_of, zero_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 
@@ -36,6 +34,7 @@ CLASSES, _SFT = "classes", "SFTConfig"
 #: `accelerate launch`, or `python -m accelerate.commands.launch`
 _STARTS = ("launch", "accelerate.commands.launch")
 _LAUNCHER = re.compile(r"\baccelerate launch\b|\baccelerate\.commands\.launch\b")
+_COMMAND, _PROGRAM = r"accelerate launch\b|.*accelerate\.commands\.launch\b", re.compile(r"[\w.-]+\.py")
 #: how the names of scripts begin whose programs have readers of their own
 _OF_OTHERS = ("pretrain_", "train_step")
 #: names of scripts that run TRL's trainers
@@ -234,44 +233,30 @@ def read_script(files: JobFiles) -> Job | None:
     """A job that `accelerate launch` starts; None where the script has no such command. UserError if the
     script cannot be read, has several such commands, or one in a branch."""
     script = files.script
-    words = _words(script, files) if script is not None and _LAUNCHER.search(script.text) else None
-    if script is None or words is None:
+    if script is None or not _LAUNCHER.search(script.text):
         return None
-    at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
-    if at is None or PurePosixPath(words[at]).name.startswith(_OF_OTHERS):
+    launch = launched(script, _PROGRAM, files.environment, launcher=_COMMAND)
+    if launch is None or launch.program.startswith(_OF_OTHERS):
         return None
     problems: list[str] = []
     others = JobFiles([file for file in files.files if file is not script])
     contents = sorted_files(others, of_script=True)
     if contents is None:
         return None
-    first = next(n for n, word in enumerate(words) if word in _STARTS) + 1
-    own = _options_of_launcher(words[first:at], problems)
-    trainer = dict(options_of(words[at + 1 :], _with_prefix("TrainingArguments."), problems))
-    if any(word.startswith("--config_file") for word in words[:at]) and "accelerate" not in contents:
+    first = next(n for n, word in enumerate(launch.launcher) if word in _STARTS) + 1
+    own = _options_of_launcher(launch.launcher[first:], problems)
+    trainer = dict(options_of(launch.arguments, _with_prefix("TrainingArguments."), problems))
+    asks = any(word.startswith("--config_file") for word in launch.launcher)
+    if asks and "accelerate" not in contents:
         problems.append("--config_file: give this configuration of accelerate beside")
     beside = {name: dict(contents.get(name, {})) for name in ("accelerate", "trainer")}
     contents = {
         **contents,
-        CLASSES: contents[CLASSES] or _class_of_script(PurePosixPath(words[at]).name),
+        CLASSES: contents[CLASSES] or _class_of_script(launch.program),
         "accelerate": {**beside["accelerate"], **own},
         "trainer": {**beside["trainer"], **trainer},
     }
     return job_of_contents("accelerate", contents, files, problems)
-
-
-def _words(script: JobFile, files: JobFiles) -> Sequence[str] | None:
-    """The words of the script's `accelerate launch` command; None if the script has no such command."""
-    shell = shell_of(script, files.environment)
-    commands = [(each, " ".join(map(shown_word, each.words))) for each in shell.commands]
-    launches = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]
-    if len(launches) > 1:
-        raise script.wrong("several commands train; leave one")
-    if launches and launches[0].branch:
-        raise script.wrong(
-            f"line {launches[0].line}: the command that trains is in a branch; write it by itself"
-        )
-    return launches[0].words if launches else None
 
 
 def _with_prefix(prefix: str) -> ArgumentTable:

@@ -8,6 +8,7 @@ from spbench.bench.tools.jobs import FLAGS
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.bridge import key_of
 from spbench.bench.tools.jobs.flags import Flag, program_flags
+from spbench.bench.tools.jobs.megatron_inside import as_key
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def flag_changes(before: Cell, after: Cell, kind: str) -> FlagChanges | None:
 def _key_of_primus(argument: str) -> tuple[str | None, bool]:
     """The key in Primus's overrides for an argument of Megatron-LM, which is true in a job with the argument;
     None for a switch that turns something off."""
-    name = argument.removeprefix("--").replace("-", "_")
+    name = as_key(argument)
     return None if name.startswith(("no_", "disable_")) else name, True
 
 

@@ -5,6 +5,7 @@ Files of a program that spbench knows by name but does not read are refused, wit
 
 import dataclasses
 import fnmatch
+import functools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -223,6 +224,7 @@ def _read(file: Path | str | JobFile) -> JobFile:
     return read
 
 
+@functools.lru_cache(maxsize=64)  # each program's signature and reader asks for the same files
 def mapping_in(file: JobFile) -> Mapping[str, Any] | None:
     """The mapping in a YAML, JSON or TOML file; None for another file. UserError if the file is damaged."""
     if file.path.suffix in (".yaml", ".yml"):

@@ -39,6 +39,7 @@ class Launch:
         environment: the variables that the script exports, by name.
         gpus: the number of processes that the command starts, one on each GPU; None: unknown.
         not_said: why ``gpus`` is None, such as "$NNODES is not set"; "" if there is no single reason.
+        launcher: the words before the program.
     """
 
     line: int
@@ -47,6 +48,7 @@ class Launch:
     environment: Mapping[str, str]
     gpus: int | None
     not_said: str = ""
+    launcher: Sequence[str] = ()
 
 
 #: variables that every shell has; their values may be made up, because only the names of files matter
@@ -55,49 +57,58 @@ _ALWAYS = {"HOME": "~", "PWD": "."}
 
 def shell_of(file: JobFile, environment: Mapping[str, str]) -> Shell:
     """The state of a shell after the script ``file``. UserError if the script cannot be read."""
-    shell = Shell({**_ALWAYS, **environment}, set(environment))
+    return _after(Shell({**_ALWAYS, **environment}, set(environment)), file, file.text)
+
+
+def _after(shell: Shell, file: JobFile, text: str) -> Shell:
+    """The shell after it has read the text of a script in ``file``; errors as of :func:`shell_of`."""
     try:
-        shell.read(file.text)
+        shell.read(text)
     except ShellError as error:
-        raise file.wrong(f"line {error.line}: {error}") from error
+        raise UserError(f"{file.path}:{error.line}: {error}") from error
     except RecursionError as error:
         raise file.wrong("brackets are nested too deeply") from error
     return shell
 
 
 def launched(
-    file: JobFile, programs: re.Pattern[str], environment: Mapping[str, str], kinds: Collection[str] = ()
+    file: JobFile,
+    programs: re.Pattern[str],
+    environment: Mapping[str, str],
+    kinds: Collection[str] = (),
+    launcher: str = "",
 ) -> Launch | None:
     """The command of a shell script that runs one of the ``programs``, a pattern of file names; None if the
     script has no such command. ``--given line=N`` chooses among several commands.
 
     Args:
         kinds: words of which the program's first argument must be one; empty: any first argument will do.
+        launcher: a regular expression of the words before the program, from the first on.
 
     Raises:
         UserError: the script cannot be read, has several such commands, or has the command in a branch.
     """
-    shell = Shell({**_ALWAYS, **environment}, set(environment))
-    text = file.text.removeprefix("\ufeff")
     try:
-        shell.read(text)
+        shell = shell_of(file, environment)
         for command in list(shell.commands):  # sh -c "torchrun ..."
             inner = [w for flag, w in zip(command.words, command.words[1:], strict=False) if flag == "-c"]
             for script in (w for w in inner if programs.search(w) and " " in w.strip()):
-                nested = Shell(dict(shell.variables), set(shell.exported))
-                nested.read(script)
+                nested = _after(Shell(dict(shell.variables), set(shell.exported)), file, script)
                 shell.commands.remove(command)
                 shell.commands += [
                     Command(command.line, [*command.words, *each.words], each.environment, command.branch)
                     for each in nested.commands
                 ]
-    except ShellError as error:
-        if not programs.search(text):
+    except UserError:
+        if not programs.search(file.text):
             return None
-        raise UserError(f"{file.path}:{error.line}: {error}") from error
-    except RecursionError as error:
-        raise UserError(f"{file.path}: brackets are nested too deeply") from error
-    training = [(c, at) for c in shell.commands if (at := _program(c.words, programs, kinds)) is not None]
+        raise
+    training = [
+        (each, at)
+        for each in shell.commands
+        if (at := _program(each.words, programs, kinds)) is not None
+        and re.match(launcher, " ".join(map(shown_word, each.words[:at])))
+    ]
     if not training:
         return None
     if len(training) > 1:
@@ -112,11 +123,12 @@ def launched(
             f"{file.path}:{command.line}: the command that trains is under a condition, in a loop or in a "
             "function, which are not read; write it by itself"
         )
-    options = {f[1]: f[2] or "" for f in _COMMENT_OPTION.finditer(text)}
+    options = {f[1]: f[2] or "" for f in _COMMENT_OPTION.finditer(file.text)}
     exported = {**environment, **command.environment, **_of_ray(command.words[:at])}
     gpus, not_said = _gpus(command.words[:at], options, exported)
     program = PurePosixPath(shown_word(command.words[at])).name
-    return Launch(command.line, program, command.words[at + 1 :], exported, gpus, not_said)
+    words = command.words
+    return Launch(command.line, program, words[at + 1 :], exported, gpus, not_said, words[:at])
 
 
 def _of_ray(words: Sequence[str]) -> dict[str, str]:

@@ -16,12 +16,11 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account, Given, scalar_of
-from spbench.bench.tools.jobs.adapter_settings import Adapted, set_adapters
+from spbench.bench.tools.jobs.adapter_settings import Adapted, NamedModel, named_model, set_adapters
 from spbench.bench.tools.jobs.argument_tables import argument_table, may_move, shown, table_content
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
-from spbench.bench.tools.jobs.model_names import NamedModel, named_model
 from spbench.bench.tools.jobs.rules import Said, said_of
 from spbench.bench.tools.jobs.step_lines import FUNCTIONS, named_modules
 from spbench.bench.tools.jobs.variables import variables
@@ -158,6 +157,11 @@ def _sizes(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**families.get(family, {}), **sizes, **experts, **groups, **tied}
 
 
+def as_key(argument: str) -> str:
+    """An argument of Megatron-LM as the key that :func:`as_arguments` takes, without dashes."""
+    return argument.removeprefix("--").replace("-", "_")
+
+
 #: prefixes of Megatron-LM's switches that turn something off, and prefixes of keys that such switches omit
 _OFF, _LEFT_OUT = ("no-", "disable-"), ("", "add-", "apply-")
 #: keys whose argument of Megatron-LM has another name, by key
@@ -235,7 +239,7 @@ def _outcomes(
         word = named.get(key, key)
         name, _ = _argument(word, value)
         argument = accounted.get(word) or of_program.get(key)
-        if argument is not None and key in of_program and name not in megatron.given:
+        if argument is not None and key in of_program and key not in named and name not in megatron.given:
             argument = of_program[key]
         if argument is not None:
             yield replace(argument, name=key, value=f"= {shown(value)}")

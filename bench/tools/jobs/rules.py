@@ -18,7 +18,8 @@ A ``*`` in the NAME of ``NAME?``, or in a VALUE, matches any characters. NAME is
 the environment, or ``$FACT``, a value that the reader of the job computed (:attr:`Account.facts`).
 
 A *rule* is a mapping with one verb (see :func:`follow`), with the arguments that it concerns as ``keys``, and
-perhaps with a condition ``if``; or a mapping of ``if``, and of ``then`` and ``else``, which are rules. A rule
+perhaps with a condition ``if``; or a mapping of ``if``, and of ``then`` and ``else``, which are rules. Its
+``facts``, lines by name, are facts from then on. A rule
 with words in ``each`` is followed once for each word, which replaces the rule's ``%``. In texts of a rule
 ``{NAME}`` is an argument as the job spells it, and ``{NAME=}`` the argument's value.
 """
@@ -117,6 +118,8 @@ def _follow(account: Account, rule: Rule) -> None:
     if not holds(account, rule.get("if", "")):
         follow(account, rule.get("else", ()))
         return
+    for name, line in rule.get("facts", {}).items():
+        account.facts[name] = said_of(account, line).value
     follow(account, rule.get("then", ()))
     names = names_of(account, rule.get("keys", ""))
     texts = {key: filled(account, text) for key, text in rule.items() if isinstance(text, str)}

@@ -20,8 +20,8 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
-
-
+#: converters that make linear layers multiply in eight bits
+_LINEAR = ("quantize.linear.float8", "float8")
 #: sections of which a TOML file of torchtitan has some
 _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
 
@@ -126,9 +126,6 @@ class TorchtitanJob(torchtitan_models.TorchtitanModel):
         shards = 0 if ranks is None or ranks % others else ranks // others
         fits = shards > 0 and asked in (-1, shards)
         self.replicas = shards * copies
-        policy = "parallelism.fsdp_reshard_after_forward"
-        parts = self.value("parallelism.expert_tensor_parallel_degree", 1)
-        kept = "FSDP2, which keeps a stage's weights between micro-batches"
         of_ranks = {"copies": copies, "tensor": tp, "context": cp, "asked": asked, "ranks": ranks}
         account.facts |= of_ranks | {
             "shard_key": shard_key,
@@ -138,14 +135,8 @@ class TorchtitanJob(torchtitan_models.TorchtitanModel):
             "replicas": self.replicas,
             "unsharded": shards * cp == 1,
             "replicas_note": "" if asked > 0 else f"{ranks} GPUs / {others // copies}",
-            "mesh": ["pp"] * (pp > 1) + ["dp", "sp", "tp"],
-            "freed": self.value(policy, "default"),
-            "unlike_parts": parts not in (1, tp),
-            "backend_note": kept if pp > 1 else "FSDP2",
-            "policy": [policy] if policy in account.program_arguments else [],
             **self._facts_of_strategy(keys[1:2] * (tp > 1), keys[3:] * (cp > 1)),
         }
-        account.facts["parts"] = parts
         call(account, "parallelism")
         return fits
 
@@ -157,14 +148,8 @@ class TorchtitanJob(torchtitan_models.TorchtitanModel):
         tensor_by = "megatron_sp" if split else "tensor_parallel"
         context_by, _ = ROTATIONS[account.value(rotation)]
         keys = [*tensor, *context, *[rotation] * bool(context)]
-        return {
-            "tensor_by": tensor_by,
-            "strategy": "+".join([tensor_by] * bool(tensor) + [context_by] * bool(context)) or "single",
-            "strategy_keys": keys,
-            "strategy_note": "" if keys else "no rank has a part of a layer or a sequence",
-            "gathered": account.value(self.named("disable_loss_parallel")),
-            "balanced": self.value("parallelism.context_parallel_load_balancer", "headtail"),
-        }
+        strategy = "+".join([tensor_by] * bool(tensor) + [context_by] * bool(context)) or "single"
+        return {"tensor_by": tensor_by, "strategy": strategy, "strategy_keys": keys}
 
     def _batch_of_tokens(self) -> None:
         """Set the batch and the length in a version whose keys count the tokens of a micro-batch."""
@@ -231,26 +216,11 @@ class TorchtitanJob(torchtitan_models.TorchtitanModel):
 
     def _kernels(self) -> None:
         """Set recomputation, the optimizer, and which parts of the model are compiled or in eight bits."""
-        account, stops, old = self.keys, "activation_checkpoint.early_stop", self.version == "a"
-        every = account.value("activation_checkpoint.selective_ac_option")
-        switch = "compile.enable" if self.recent else "training.compile"
-        components = self.value("compile.components", ["model", "loss"])
-        split = account.count(self.named("tensor_parallel_degree")) > 1
-        account.facts |= {
-            "every": int(every) if every.isdecimal() and len(every) < 4 else None,
-            "every_text": repr(every),
-            "stops": self.value(stops, True),
-            "compile_key": switch,
-            "components": components,
-            "stops_note": "" if stops in account.program_arguments else "torch's default",
-            "optimizer_key": "optimizer.fused" if old else "optimizer.implementation",
-            "launcher": ("run_llama_train.sh" if old else "run_train.sh") if self.launched else "",
-            "compiled": account.value(switch) and bool({"model", "loss"} & {*components}),
-            # ranks of tensor parallelism share the vocabulary in the loss
-            "parallel_loss": split and not account.value(self.named("disable_loss_parallel")),
-        }
+        account, converters = self.keys, self.value("model.converters", [])
+        account.facts["launched"] = self.launched
+        account.facts["other_converters"] = [each for each in converters if each not in _LINEAR]
         call(account, "recomputation")
         call(account, "optimizer")
         account.first_steps()
         call(account, "compiler")
-        self.set_fp8()
+        call(account, "eight_bits")

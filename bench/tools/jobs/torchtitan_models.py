@@ -6,7 +6,7 @@ translated to the sections of a TOML without running the Python.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.tools.jobs import python_values
@@ -15,9 +15,6 @@ from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.bench.tools.jobs.rules import call
 from spbench.impls import Model, model_preset
-
-#: converters that make linear layers multiply in eight bits
-_LINEAR = ("quantize.linear.float8", "float8")
 
 
 def models() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
@@ -72,15 +69,10 @@ class TorchtitanModel:
         account.set("model", model["preset"], *names, note=model.get("note", ""))
         for option, value in model.get("options", {}).items():
             account.set(f"model_options.{option}", value, "model.flavor")
-        own = ["model.norm_type"] if self.version == "a" else []
         account.facts |= {
             "experts": self.experts,
             "latents": getattr(self.preset, "kv_lora_rank", 0),
             "kernel": "cudnn" if self.preset.of_one_head_size else "flash_attention_2",
-            "attention_key": ["model.attn_backend"] if self.version == "d" else [],
-            "norm": self.value("model.norm_type", "rmsnorm"),
-            "norm_key": own,
-            "norm_note": "" if own else "operator by operator",
         }
         call(account, "layers")
 
@@ -88,19 +80,6 @@ class TorchtitanModel:
     def experts(self) -> int:
         """The number of experts of a layer; 0 in a model without experts."""
         return int(getattr(self.preset, "experts", 0))
-
-    def set_fp8(self) -> None:
-        """Set the recipe of matmuls in eight bits if the job has such matmuls; refuse other converters."""
-        account, switch, converters = self.keys, "float8.enable_float8_linear", "model.converters"
-        listed = self.value(converters, [])
-        account.facts |= {
-            "converted": account.value(switch) if switch in account.program_arguments else listed,
-            "converter_key": switch if switch in account.program_arguments else converters,
-            "other_converters": [each for each in listed if each not in _LINEAR],
-            "recipe": account.known("*float8.recipe_name") or "tensorwise",
-            "has_filter": account.known("*float8.filter_fqns") is not None,
-        }
-        call(account, "eight_bits")
 
 
 _SECTION = "parallelism.pipeline_parallel_"
@@ -117,7 +96,7 @@ _ELSEWHERE = ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part")
 _OTHERS = (_SIZE, *_NUMBERS.values(), *LESS, _PER_STAGE)
 
 
-def stage_layers(layers: int, stages: int, first: int, last: int) -> list[int]:
+def stage_layers(layers: int, stages: int, first: int = 0, last: int = 0) -> list[int]:
     """The number of layers of each stage, if the embedding counts as ``first`` layers, and norm and output
     count as ``last``; empty if there are too few layers."""
     each, more = divmod(layers + first + last, stages)
@@ -173,16 +152,33 @@ def set_pipeline(job: TorchtitanModel, ranks: int, ranks_name: str) -> None:
         words = " and ".join(map(account.spelled, filter(account.has, names))) or schedule_name
         account.problems.append(f"{words} makes {stages} stages, which {name} cannot run on {ranks}")
         return
-    account.set("training.schedule", schedule, schedule_name)
-    if stages > ranks:
-        account.set("training.virtual_stages", stages // ranks, schedule_name, *names)
-        # torch.distributed.pipelining starts its sends and goes on
-        account.set(
-            "training.overlap_p2p_communication", True, schedule_name, note="sends are waited for late"
-        )
-    if len({*sizes}) > 1:
-        account.set("training.stage_layers", sizes, *names, note=note)
+    set_stages(account, ranks, schedule, sizes, [schedule_name], names, note)
     account.took(f"{stages} stages", *keys)
+
+
+def set_stages(
+    account: Account,
+    ranks: int,
+    schedule: str,
+    sizes: Sequence[int],
+    of_schedule: Sequence[str],
+    of_stages: Sequence[str],
+    note: str,
+) -> None:
+    """Set the schedule of a pipeline over ``ranks`` and the layers of its stages (``sizes``).
+
+    Args:
+        of_schedule, of_stages: the keys from which the schedule comes, and the stages.
+        note: the rule of sizes that differ, for the setting's comment.
+    """
+    account.set("training.schedule", schedule, *of_schedule)
+    if len(sizes) > ranks:
+        account.set("training.virtual_stages", len(sizes) // ranks, *of_schedule, *of_stages)
+        # torch.distributed.pipelining starts its sends and goes on
+        late = "sends are waited for late"
+        account.set("training.overlap_p2p_communication", True, *of_schedule, note=late)
+    if len({*sizes}) > 1:
+        account.set("training.stage_layers", sizes, *of_stages, note=note)
 
 
 def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[int], list[str], str]:

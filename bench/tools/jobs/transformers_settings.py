@@ -12,11 +12,11 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.adapter_settings import EXPERTS, LINEAR_ATTENTION, set_adapters
+from spbench.bench.tools.jobs.adapter_settings import EXPERTS, LINEAR_ATTENTION, named_model, set_adapters
 from spbench.bench.tools.jobs.argument_tables import shown, table_content
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.rules import Said, follow, said_of
+from spbench.bench.tools.jobs.torchtitan_models import SCHEDULES, set_stages, stage_layers
 
 #: words of model_options.fusions for operators that torch.compile fuses, so that fewer tensors are kept
 FUSED_BY_COMPILER = ("swiglu", "rope")
@@ -229,16 +229,6 @@ def _batch(account: Account, step: SimpleNamespace, replicas: int) -> None:
     account.ignore("a row is one sample", *step.packed.names)
 
 
-#: our name of a schedule, by torch's name without hyphens and underscores
-SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
-
-
-def layers_of(stages: int, layers: int) -> list[int]:
-    """The number of layers of each stage; layers that do not divide evenly go to the first stages."""
-    each, more = divmod(layers, stages)
-    return [each + (stage < more) for stage in range(stages)]
-
-
 def stages_of(layers: int, each: int | None, ranks: int, several: bool, rounded: str) -> int:
     """The number of stages of ``each`` layers in a pipeline over ``ranks``, ``rounded`` "up" or "down" to a
     multiple of the ranks; without ``each`` a rank has one stage, or two if ``several``."""
@@ -258,7 +248,8 @@ def set_pipeline(account: Account, step: SimpleNamespace, fields: Mapping[str, A
         idle = [name for each in of_pipelines for name in each.names]
         account.ignore("of pipelines, which the job has not", *idle, *names)
         return
-    schedule = SCHEDULES.get(str(step.schedule.value).lower().replace("_", ""))
+    schedules = {theirs.lower(): ours for theirs, ours in SCHEDULES.items()}
+    schedule = schedules.get(str(step.schedule.value).lower().replace("_", ""))
     layers = fields.get("num_hidden_layers")
     account.set("sizes.pp", ranks, *names)
     if schedule is None:
@@ -272,18 +263,11 @@ def set_pipeline(account: Account, step: SimpleNamespace, fields: Mapping[str, A
         have = f"{layers} layers in {stages} stages"
         account.problems.append(f"{have} are no pipeline of {ranks} ranks by {step.schedule.value}")
         return
-    account.set("training.schedule", schedule, *step.schedule.names)
-    if several:
-        account.set("training.virtual_stages", stages // ranks, *step.stage_layers.names, *step.rounded.names)
-        # torch.distributed.pipelining starts its sends and goes on
-        account.set(
-            "training.overlap_p2p_communication", True, *step.schedule.names, note="sends are waited for late"
-        )
-    if len({*(sizes := layers_of(stages, layers))}) > 1:
-        account.set(
-            "training.stage_layers", sizes, *step.stage_layers.names, note="the first stages have one more"
-        )
-    account.took(f"{stages} stages", *step.stage_layers.names, *step.rounded.names)
+    of_stages = (*step.stage_layers.names, *step.rounded.names)
+    sizes = stage_layers(layers, stages)
+    note = "the first stages have one more"
+    set_stages(account, ranks, schedule, sizes, step.schedule.names, of_stages, note)
+    account.took(f"{stages} stages", *of_stages)
 
 
 def set_pieces(account: Account, step: SimpleNamespace, runs: int, names: Sequence[str]) -> None:

@@ -183,7 +183,7 @@ def fit_bands(request: Reproduction) -> Output:
     With --write these files replace the package's, and the pages that show their numbers are updated."""
     names = (*papers(), *past_errors.WITHOUT_RATES)
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
-    records, cells = past_errors.counted_times(files), _all_cells()
+    records, cells = past_errors.counted_times(files), _all_cells() if files else {}
     seen = past_errors.observations(records, cells)
     if seen.empty:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")

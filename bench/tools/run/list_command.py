@@ -6,6 +6,8 @@ and which rates are not known, or draws the rates that its matmuls, attention ke
 as a simulation has them.
 """
 
+from __future__ import annotations  # names of the doors, in annotations too, import torch
+
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

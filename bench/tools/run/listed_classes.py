@@ -1,5 +1,7 @@
 """The lines of `spbench list` on classes and models; to read them, the modules and torch are imported."""
 
+from __future__ import annotations  # names of the doors, in annotations too, import torch
+
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

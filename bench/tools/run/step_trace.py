@@ -21,12 +21,18 @@ def traced(
     scenario: str,
     narrowing: measure.Narrowing,
     shape: Mapping[str, int | None],
-    ranks: Sequence[int],
+    ranks: Sequence[int | None],
     output: Path,
 ) -> Output:
     """Trace a cell, and return the output of `spbench trace`; the arguments are the command's options."""
+    if measure.names_a_step(scenario):
+        from spbench.bench.tools.run.own_step_trace import traced_step
+
+        return traced_step(scenario, narrowing.clusters, narrowing.world_sizes, ranks, output)
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
-    return write_trace(narrowing.only_cell("a trace", measure.load_scenario(scenario), shape), ranks, output)
+    cell = narrowing.only_cell("a trace", measure.load_scenario(scenario), shape)
+    every = range(cell.sizes.world) if None in ranks else [rank for rank in ranks if rank is not None]
+    return write_trace(cell, every, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:

@@ -45,6 +45,10 @@ class Mixer(ABC):
         """Counts of the mixer's parameters: ``split``, those that ranks can split over features;
         ``key_value``, those of ``split`` that grouped heads share; ``whole``, those that every rank holds."""
 
+    def untrained(self, model: DecoderOptions) -> int:
+        """The number of the mixer's parameters, of its ``whole`` ones, that no step trains."""
+        return 0
+
     @abstractmethod
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
         """The sites of the mixer for one batch; ``again``: whether backward recomputes the layer."""

@@ -55,12 +55,23 @@ def stage_sites(model: Architecture, batch: int, seq_len: int, rows: int, stage:
     sites = [replace(s, kind=loss) if s.kind == "cross_entropy" else s for s in sites]
     in_tiles, tiles = ("vocabulary_logits", loss), model.loss_tiling.dims
     sites = [replace(s, dims={**s.dims, **tiles}) if s.kind in in_tiles else s for s in sites]
-    sites.append(Site("parameters", 1, stage_parameters(model, rows, stage)))
+    sites += _parameter_sites(model, rows, stage)
     sites += model.scale_sites(len(layers), len(predictions))
     if not model.lora_rank:
         return sites
     trained = trained_parameters(model, rows, stage)
     return [*frozen(sites, trained, spared_by_packing(model, layers), model.lora_whole)]
+
+
+def _parameter_sites(model: Architecture, rows: int, stage: Stage) -> Iterator[Site]:
+    """The site of the parameters of a stage, and, unless adapters freeze all weights, the site of those that
+    no step trains."""
+    counts = stage_parameters(model, rows, stage)
+    layers = [*stage.layers(model.layers), *model.prediction_layers(stage)]
+    untrained = 0 if model.lora_rank else sum(model.mixing(i).untrained(model) for i in layers)
+    yield Site("parameters", 1, counts | {"elements": counts["elements"] - untrained})
+    if untrained:
+        yield Site("frozen_parameters", 1, {"elements": untrained})
 
 
 def _layer_sites(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from spbench.impls.attended import Attended
+from spbench.impls.kernels.chosen_attention import WAYS
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.adapter_options import CLOSING, QKV
 from spbench.impls.models.blocks.architecture import Mixer
@@ -141,6 +142,11 @@ TINY_LATENT: Mapping[str, Any] = {
     "qk_rope_head_dim": 2,
     "v_head_dim": 5,
 }
+#: for verification: a query chooses 5 of 24 positions
+TINY_INDEX: Mapping[str, Any] = {"index_n_heads": 3, "index_head_dim": 6, "index_topk": 5}
+
+#: options that no indexer goes with, by their names
+_NOT_INDEXED = ("window", "sinks", "attention_dropout", "padded_values", "lora_rank")
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,13 @@ class LatentOptions:
         v_head_dim: features of a head's value.
         padded_values: whether values are padded with zeros to the head size of keys, for kernels and messages
             with one head size (transformers with FlashAttention-2).
+        index_n_heads: heads of the indexer that chooses the positions that each position attends to
+            (DeepSeek-V3.2, :mod:`spbench.impls.models.blocks.indexer`); 0: attention to all positions.
+        index_head_dim: features of a head of the indexer, of which RoPE turns the first qk_rope_head_dim.
+        index_topk: the most positions that a position attends to.
+        index_tile: the most queries of a rank whose index scores are in memory at once; 0: all.
+        indexed_attention: "chosen": kernels that read only the chosen rows; "masked": all scores are in
+            memory, the indexer's by head too, as in transformers' eager attention.
         mtp_layers: the number of modules of multi-token prediction; module d predicts the token d + 1 ahead
             from the hidden state of module d - 1 and the token before the predicted one.
         mtp_weight: the weight of the mean of these modules' losses.
@@ -171,6 +184,11 @@ class LatentOptions:
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
     padded_values: bool = False
+    index_n_heads: int = 0
+    index_head_dim: int = 128
+    index_topk: int = 2048
+    index_tile: int = 0
+    indexed_attention: str = "chosen"
     mtp_layers: int = 0
     mtp_weight: float = 0.3
 
@@ -187,21 +205,40 @@ class LatentOptions:
         }
 
     @property
+    def index(self) -> dict[str, Any]:
+        """The further keyword arguments of :class:`IndexedAttention`, from these options."""
+        return {
+            "index_heads": self.index_n_heads,
+            "index_size": self.index_head_dim,
+            "chosen": self.index_topk,
+            "tile": self.index_tile,
+            "way": self.indexed_attention,
+        }
+
+    @property
     def of_one_head_size(self) -> Mapping[str, Any]:
         """The change of options that pads values to the head size of keys; {}: no padding is needed."""
         keys = self.qk_nope_head_dim + self.qk_rope_head_dim
-        return {"padded_values": True} if self.kv_lora_rank and self.v_head_dim < keys else {}
+        heads_apart = self.kv_lora_rank and not self.index_n_heads
+        return {"padded_values": True} if heads_apart and self.v_head_dim < keys else {}
 
     @property
     def small_latent(self) -> dict[str, Any]:
         """The options in the sizes of :data:`TINY_LATENT`; queries without a latent stay without one."""
         none = {"q_lora_rank": None} if self.q_lora_rank is None else {}
-        return {**TINY_LATENT, **none, "mtp_layers": min(1, self.mtp_layers)}
+        few = {**TINY_LATENT, **none, "mtp_layers": min(1, self.mtp_layers)}
+        return few | (dict(TINY_INDEX) if self.index_n_heads else {})
 
     def latent_variants(self) -> list[Mapping[str, Any]]:
         """The changes of these options that verification tries; see :meth:`Model.variants`."""
         if not self.kv_lora_rank:
             return []
+        if self.index_n_heads:
+            return [
+                {"mtp_layers": 2, "documents": (7, 1, 11, 5), "index_tile": 5},
+                {"indexed_attention": "masked", "recompute": "selective"},
+                {"index_topk": 64, "library": "transformer-engine", "recompute": "selective"},
+            ]
         return [
             {"q_lora_rank": None, "padded_values": True, "mtp_layers": 0}
             | {"recompute": "selective", "recompute_modules": ("core_attn", "mla_up_proj")},
@@ -214,9 +251,11 @@ class LatentOptions:
         if min(self.kv_lora_rank, self.mtp_layers) < 0:
             raise ValueError("kv_lora_rank and mtp_layers are at least 0")
         if not self.kv_lora_rank:
-            if self.q_lora_rank is not None or self.padded_values:
-                raise ValueError("q_lora_rank and padded_values need latent attention; set kv_lora_rank")
+            if self.q_lora_rank is not None or self.padded_values or self.index_n_heads:
+                what = "q_lora_rank, padded_values and index_n_heads need"
+                raise ValueError(f"{what} latent attention; set kv_lora_rank")
             return
+        self._check_index()
         sizes: dict[str, Any] = {
             name: getattr(self, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         }
@@ -236,3 +275,28 @@ class LatentOptions:
             raise ValueError("latent attention has neither qk_norm nor output_gate; leave them out")
         if getattr(self, "rotary_share", 1.0) != 1:
             raise ValueError("latent attention turns qk_rope_head_dim features; leave rotary_share out")
+
+    def indexes(self, options: Mapping[str, Any]) -> bool:
+        """Whether an indexer goes with these options, each at the value that it has there."""
+        return not any(options.get(name) for name in _NOT_INDEXED) and options.get("attention") != "unfused"
+
+    def _check_index(self) -> None:
+        """Raise ValueError where the options of the indexer contradict each other or other options."""
+        check_choices(self, {"indexed_attention": WAYS})
+        if self.index_n_heads < 0 or self.index_tile < 0:
+            raise ValueError("index_n_heads and index_tile are at least 0")
+        if not self.index_n_heads:
+            if self.index_tile:
+                raise ValueError("index_tile needs an indexer; set index_n_heads")
+            return
+        if self.index_topk < 1:
+            raise ValueError(f"index_topk is at least 1, not {self.index_topk}")
+        if self.index_head_dim < self.qk_rope_head_dim:
+            turned = f"qk_rope_head_dim {self.qk_rope_head_dim}"
+            raise ValueError(f"index_head_dim {self.index_head_dim} is below {turned}, which RoPE turns")
+        if self.q_lora_rank is None:
+            raise ValueError("an indexer needs the latent of queries; set q_lora_rank")
+        if not self.indexes(vars(self)):
+            raise ValueError(f"an indexer goes without {', '.join(_NOT_INDEXED)} and attention: unfused")
+        if self.recomputes("mla_up_proj"):  # type: ignore[attr-defined]
+            raise ValueError("an indexer's attention has no mla_up_proj, as keys and values are not made")

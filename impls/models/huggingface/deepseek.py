@@ -1,5 +1,6 @@
 """DeepSeek-V2 (arXiv 2405.04434), V3 (arXiv 2412.19437), and Moonlight and Kimi-K2 with V3's layers: latent
-attention, routed and shared experts, and modules of multi-token prediction.
+attention, routed and shared experts, and modules of multi-token prediction. DeepSeek-V3.2 (arXiv 2512.02556)
+and GLM-5 (arXiv 2602.15763) have V3's layers with an indexer.
 
 Families with DeepSeek-V3's router and other attention: GLM-4.5 to 4.7 (arXiv 2508.06471), whose small
 GLM-4.7-Flash has latent attention, and MiniMax-M2.
@@ -83,8 +84,13 @@ class DeepseekV2Config(RotaryConfig):
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
             mtp_layers=self.num_nextn_predict_layers,
+            **self.index_options(),
             **self._expert_options(),
         )
+
+    def index_options(self) -> dict[str, Any]:
+        """The model's options of the indexer; {}: the family has none."""
+        return {}
 
     def _expert_options(self) -> dict[str, Any]:
         if self.n_routed_experts is None or self.first_k_dense_replace >= self.num_hidden_layers:
@@ -120,6 +126,36 @@ class DeepseekV3Config(DeepseekV2Config):
     n_group: PositiveInt | None = 8
     topk_group: PositiveInt | None = 4
     first_k_dense_replace: NonNegativeInt = 3
+
+
+class DeepseekV32Config(DeepseekV3Config):
+    """DeepSeek-V3.2's layers: V3's, in which an indexer chooses the positions to attend to. In each layer the
+    indexer chooses anew; ``indexer_types`` and the like of GLM-5.2, whose layers share choices, are refused.
+    """
+
+    name: ClassVar[str] = "deepseek_v32"
+    fixed: ClassVar[Mapping[str, Sequence[Any]]] = {**DeepseekV3Config.fixed, "index_topk_freq": [1]}
+    #: which features the indexer's RoPE turns in pairs
+    ignored: ClassVar[frozenset[str]] = DeepseekV3Config.ignored | {"indexer_rope_interleave"}
+
+    index_head_dim: PositiveInt = 128
+    index_n_heads: PositiveInt = 64
+    index_topk: PositiveInt = 2048
+
+    def index_options(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("index_head_dim", "index_n_heads", "index_topk")}
+
+
+class GlmMoeDsaConfig(DeepseekV32Config):
+    """GLM-5's layers: DeepSeek-V3.2's, by default without groups of experts."""
+
+    name: ClassVar[str] = "glm_moe_dsa"
+
+    q_lora_rank: PositiveInt | None = 2048
+    n_group: PositiveInt | None = 1
+    topk_group: PositiveInt | None = 1
+    rms_norm_eps: PositiveFloat = 1e-5
+    index_n_heads: PositiveInt = 32
 
 
 class KimiK2Config(DeepseekV3Config):

@@ -24,12 +24,14 @@ class Stage(nn.Module):
 
 def train():
     torch.manual_seed(0)
+    x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)  # the same on all stages
     stage, stages = dist.get_rank(), dist.get_world_size()
     model = Stage(stage, stages)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    whole = PipelineStage(model, stage, stages, torch.device("cpu"))
+    # without these examples stages ask each other for shapes
+    part = torch.empty(BATCH // MICRO_BATCHES, WIDTH, device="meta", requires_grad=True)
+    whole = PipelineStage(model, stage, stages, torch.device("cpu"), input_args=(part,), output_args=(part,))
     schedule = Schedule1F1B(whole, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
-    x, y = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
 
     def step() -> Tensor | None:
         losses: list[Tensor] = []

@@ -25,7 +25,8 @@ def train():
     model = nn.Sequential(*(Block() for _ in range(LAYERS)))
     for block in model:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    # foreach=True cannot update DTensors and the plain tensors of the norms together
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     x, y = torch.randn(BATCH, LENGTH, WIDTH), torch.randn(BATCH, LENGTH, WIDTH)
 
     def step() -> Tensor:

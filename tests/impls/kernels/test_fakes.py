@@ -81,8 +81,22 @@ def _arguments(dtype: torch.dtype, transposed: bool) -> dict[str, tuple[Any, ...
         "masked_softmax": (scores, bits(2, 1, 1, 8), 0.5, False),
         "masked_softmax_backward_": (scores.clone(), scores, 0.5),
         **_library_arguments(x, y, q, k, lse),
+        **_indexed_arguments(q, k[:, 0], v, lse),
         **_packed_arguments(q, k, scores, v, rates, before),
         **recurrence_arguments(tensor),
+    }
+
+
+def _indexed_arguments(q: Tensor, rows: Tensor, d_o: Tensor, lse: Tensor) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the operators of an indexer; q [2, 2, 4, 8], rows [2, 4, 8], d_o [2, 2, 4, 5], lse
+    [2, 2, 4]."""
+    bounds, chosen = torch.tensor([[0, 2], [1, 3]]), torch.tensor([[0, 1, -1], [3, 1, 2]], dtype=torch.int32)
+    chosen = chosen.expand(2, 2, 3).contiguous()
+    return {
+        "index_scores": (q, rows, q[..., 0], bounds),
+        "best_positions": (rows, 3),
+        "sparse_attention": (q, rows, chosen, 0.5, 5),
+        "sparse_attention_backward": (d_o, q, rows, chosen, d_o, lse, 0.5, 5),
     }
 
 

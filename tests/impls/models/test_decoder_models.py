@@ -62,8 +62,10 @@ def built(model: DecoderModel, deviation: float = 0.3, seq_len: int = 24) -> nn.
 
 
 def counted(model: DecoderModel, stage: Stage = ONE_STAGE, parts: int = 1) -> dict[str, int]:
+    """The counts of a stage's parameters, with those that no step trains."""
     (site,) = (site for site in model.sites(1, 64, parts, stage) if site.kind == "parameters")
-    return dict(site.dims)
+    untrained = [s for s in model.sites(1, 64, parts, stage) if s.kind == "frozen_parameters"]
+    return {**site.dims, "elements": sum(s.dims["elements"] for s in (site, *untrained))}
 
 
 @tabled(__file__, "size_is_in_the_name")

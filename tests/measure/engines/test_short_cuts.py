@@ -179,7 +179,7 @@ def check_case(name: str, monkeypatch: pytest.MonkeyPatch, *, changed_step: bool
 
 #: what differs in kind; the others are traced in the slow run
 ALWAYS = (
-    *("contiguous", "chunks", "micro-batches under zero3", "gpipe"),
+    *("contiguous", "micro-batches under zero3", "gpipe"),
     *("main gradients", "layers in a bucket", "columns"),
 )
 
@@ -202,7 +202,7 @@ def check_rank(asked: Cell, rank: int, *, events: bool = True) -> None:
         assert differences(quick, tracing.trace(asked, rank, events=events)) == []
 
 
-@pytest.mark.parametrize("strategy", mostly_slow(all_strategies(), "dsp", "lasp2h", "ring_self_attention"))
+@pytest.mark.parametrize("strategy", mostly_slow(all_strategies(), "ring_self_attention"))
 def test_every_strategy(strategy: str) -> None:
     """The middle rank, which has owners of lower and of higher ranks."""
     asked = next(c for c in (wide(strategy, model) for model in TINY) if supported(c))

@@ -37,6 +37,7 @@ from tests.measure.verify import attention_faults as attention
 from tests.measure.verify import document_faults
 from tests.measure.verify import expert_faults as faults
 from tests.measure.verify import head_faults as heads
+from tests.measure.verify import index_faults as index
 from tests.measure.verify import layer_faults as layers
 from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.attention_model import AttentionModel
@@ -44,6 +45,7 @@ from tests.measure.verify.attention_model import AttentionModel
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")
 CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")
 LATENT = model_preset("mla-tiny")
+INDEXED = model_preset("indexer-tiny")
 ROTARY = AttentionModel("causal_attention", rotary=True)
 TNL = model_preset("tnl-tiny", {"attention_norm": "head"})
 IN_PLACE = {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
@@ -132,6 +134,17 @@ FAULTS: list[tuple[type[Strategy], Model, str, Names] | tuple[type[Strategy], Mo
     (layers.TextCountedTwice, grid(12), "model", TEXT),
     (layers.WeightCountedNTimes, grid(12), "model", ("gradient of blocks",)),
     (layers.LinesOfOneRankOnly, grid(12), "model", OUTPUTS),
+]
+
+#: faults in the choice of positions, on two ranks; which of two near scores is the higher shows in float64
+OF_INDEXERS: list[tuple[type[Strategy], str, Names]] = [
+    (index.ZigzagChunks, "attention", OUTPUTS),
+    (index.ChosenOfTheLocalChunk, "attention", OUTPUTS),
+    (index.StaleIndexKeys, "model", OUTPUTS),
+    (index.TiesInAnotherOrder, "attention", OUTPUTS),
+    (index.RotatedKeysNotGathered, "attention", OUTPUTS),
+    (index.QueriesFromTheStart, "attention", OUTPUTS),
+    (index.RowGradientsOfOwnQueries, "attention", GRADIENTS),
 ]
 
 #: faults that bfloat16 may hide
@@ -229,6 +242,8 @@ def planted() -> Iterator[Any]:
         yield pytest.param(Case(strategy, model, part), strategy.meshes(4)[0], tensors, id=name)
     for fault, model, part, tensors in OF_DOCUMENTS:
         yield pytest.param(Case(fault, model, part), 4, tensors, id=fault.__name__)
+    for fault, part, tensors in OF_INDEXERS:
+        yield pytest.param(Case(fault, INDEXED, part), 2, tensors, id=fault.__name__)
     for cls, of, tensors in OF_EXPERTS:
         yield pytest.param(of_experts(cls, of), 2, tensors, id=cls.__name__)
 

@@ -204,7 +204,7 @@ def test_a_peak_is_where_something_is_born() -> None:
     assert deep_peak(*map(log, DEPTHS), 5 - DEPTHS[0]) <= 6 * 1024
 
 
-@pytest.mark.parametrize("layers", [2, 6])
+@pytest.mark.parametrize("layers", [2, slow(6)])
 def test_hosts_that_are_full_are_seen_by_few_layers(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a trace of all of few layers, and by two depths of many."""
     case = cell_of("zero3", model_options={**LARGE, "layers": layers})

@@ -177,7 +177,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] =
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(LAYOUTS, "placements", "experts, checkpoints on hosts"))
+@pytest.mark.parametrize("case", mostly_slow(LAYOUTS, "placements"))
 def test_prices_are_what_runs_show(case: str, monkeypatch: pytest.MonkeyPatch, kept_traces: None) -> None:
     monkeypatch.setattr(module, "Crew", CrewHere)
     strategy, sizes, options, training = LAYOUTS[case]

@@ -42,7 +42,7 @@ def torchtitan_cells(draw: st.DrawFn) -> Cell:
             "virtual_stages": virtual,
             "overlap_p2p_communication": virtual > 1,
         }
-        if draw(st.booleans()):
+        if virtual <= 2 and draw(st.booleans()):  # more stages follow from a number of layers for each
             uneven = stage_layers(32, sizes["pp"] * virtual, 1, draw(st.integers(0, 2)))
             training |= {"stage_layers": uneven} if len({*uneven}) > 1 else {}
     losses = ["plain", "loss_parallel"] if options.get("loss") == "parallel" else ["plain", "compiled"]

@@ -97,7 +97,9 @@ def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
     path = Path("recipes.py")
     for part, tp, micro_batches in (("small", 4, 8), ("wide", 1, 4)):
         job = job_of("bridge", [JobFile(path, RECIPES.encode(), part)], 8)
-        cell = job.cell()
+        with pytest.raises(UserError, match="what bfloat16 lacks of float32, 16 bits: not modelled"):
+            job.cell()  # what Megatron-LM's own script is refused for too
+        cell = replace(job, strict=False).cell()
         assert (cell.sizes.tp, cell.batch, cell.training.micro_batches) == (tp, 32, micro_batches)
         assert cell.training.backend_options["exp_avg_dtype"] == "bf16"
         assert (cell.seq_len, cell.model_options["layers"], cell.precision) == (4096, 36, "bf16")

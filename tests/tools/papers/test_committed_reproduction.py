@@ -91,7 +91,8 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
     monkeypatch.chdir(ROOT)
     written: dict[str, str] = {}
-    monkeypatch.setattr(measure, "load_scenario", packaged_scenario)
+    for module in (measure, reproductions):
+        monkeypatch.setattr(module, "load_scenario", packaged_scenario)
     monkeypatch.setattr(
         reproductions, "write_whole", lambda path, content: written.update({path.name: content})
     )
@@ -105,9 +106,13 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     factors = np.exp(past_errors.log_errors(times))
     half, twice = np.median(abs(factors - 1)), (abs(np.log2(factors)) >= 1).sum()
     said = f"Half of {len(factors):,} published steps are predicted within {half:.1%}. For {twice} of them"
-    for part in (said, markdown(past_errors.class_lines(times))):
+    lines = past_errors.class_lines(times)
+    for part in (said, markdown(lines)):
         assert part in document.TRUST_PAGE.read_text()
     assert markdown(output.content["verdicts"]) in document.SUMMARY_PAGE.read_text()
+    (datasheet,) = (line for line in lines if line["rates"] == "datasheet")
+    questions = (ROOT / "docs/questions.md").read_text()
+    assert f"Times from datasheets only are {float(datasheet['median error'][:-1]):.0f}% off" in questions
     trained, oom = output.content["verdicts"]
     assert (
         f"Of {oom['runs']} published runs that ran out of memory {oom['no']} are *no*, {oom['tight']} *tight*"
@@ -117,10 +122,27 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     assert trained["fits"] >= 0.85 * trained["runs"]
 
 
+def test_pages_say_how_near_times_tie_and_how_often_their_order_is_right() -> None:
+    trust, advice = (" ".join((ROOT / f"docs/{page}.md").read_text().split()) for page in ("trust", "advice"))
+    orders = packaged_model().of_orders[measure.ANY]
+    numbers = [each.pairs for each in orders]
+    assert f"Each column has {min(numbers)} to {max(numbers)} pairs" in trust
+    edges = [f"to {edge:.0%}" for edge in measure.EDGES[2:-1]]
+    assert f"differ by | below {measure.EDGES[1]:.0%} | {' | '.join(edges)} | more |" in trust
+    assert f"| right order | {' | '.join(f'{each.right / each.pairs:.0%}' for each in orders)} |" in trust
+    limits = {rates: packaged_model().tie(rates) - 1 for rates in packaged_model().of_ties}
+    missing, narrower = limits.pop("substituted"), limits.values()
+    assert f"differ by less than {100 * min(narrower):.0f} to {max(narrower):.0%} tie" in advice
+    assert f"If a rate is missing, the limit is {missing:.0%}." in advice
+
+
 def test_pages_have_the_errors_of_all_committed_files() -> None:
     """`spbench reproduce PAPER --write` writes them anew."""
     lines = trust_lines(FILES)
     assert markdown(lines) in (ROOT / document.FIRST_PAGE).read_text()
+    memory, trust = lines[0], (ROOT / document.TRUST_PAGE).read_text()
+    said = f"Half of {memory['numbers']:,} published values are within {memory['median error']} of ours."
+    assert f"{said} The worst is {float(memory['worst'][:-1]):.0f}% off" in trust
     times = past_errors.counted_times(
         [*(FILES / f"{name}.csv" for name in papers()), FILES / "datasheets.csv"]
     )

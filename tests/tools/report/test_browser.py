@@ -223,6 +223,6 @@ def test_a_strategy_that_comes_by_plug_in_has_a_page(tab: Visit, small_results: 
     tab.open(installation.folder / "site" / "strategy-gathered_attention.html")
     text = tab.tab.locator("main").inner_text()
     assert "Sequence chunks of which every rank gathers the keys and values" in text
-    assert "There is no trace of a layer of it" in text
-    assert "It was not measured beside the others" in text
+    assert "No layer of this strategy is traced" in text
+    assert "This strategy is not compared with the others" in text
     assert tab.complaints == []

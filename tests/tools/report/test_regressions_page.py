@@ -106,7 +106,7 @@ def test_the_overview_counts_what_changed(results: Path) -> None:
     (change,) = regressions_page.changes(gathered)
     assert (change.word, change.problem) == (
         "Not run",
-        "nothing was run beside the baselines (0 of 2 baselines)",
+        "no run to compare with the baselines (0 of 2 baselines)",
     )
     (results / "runs" / "gate" / "cells.jsonl").write_text("{")  # which its own page says too
     (change,) = regressions_page.changes(gathered)

@@ -229,8 +229,8 @@ def test_what_is_not_there_is_one_line(tmp_path: Path, content: bytes | None) ->
         (tmp_path / "reproduction/strategies/layers").mkdir(parents=True)
         (tmp_path / "reproduction/strategies/layers/lasp.json.gz").write_bytes(content)
     page = page_of(tmp_path)
-    assert "There is no trace of a layer of it" in page
-    assert "It was not measured beside the others" in page
+    assert "No layer of this strategy is traced" in page
+    assert "This strategy is not compared with the others" in page
     assert "None of the results uses it" in page
 
 

@@ -127,10 +127,10 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
         )
     ]
     caption = "Errors against real machines, ours and other predictors'"
-    each = f"Ours beside what real machines measured, the first {_MOST_ERRORS} of {len(lines)}"
+    each = f"Ours compared with what real machines measured, the first {_MOST_ERRORS} of {len(lines)}"
     tables = [
         DataTable("validation", caption, validation_lines(records), heads),
-        gathered.figure(MEASURED, "ours beside what real machines measured"),
+        gathered.figure(MEASURED, "ours compared with what real machines measured"),
         DataTable("measured", each, lines, sortable=True, percent=("error",), most=_MOST_ERRORS),
     ]
     return {"measured": tables if len(records) else [], "measured_paper": MEASURED}
@@ -195,7 +195,7 @@ def _pages_of_papers(gathered: Gathered) -> Iterator[Page]:
             },
             group="Papers",
             order=10 + number,
-            summary=f"{about.label}, {about.source}: its tables and claims beside ours.",
+            summary=f"{about.label}, {about.source}: its tables and claims, compared with ours.",
             short_title=about.label,
             files={f"data/{path.name}": path.read_bytes()} if paper.findings.runs else {},
         )

@@ -166,7 +166,7 @@ def _since_baselines(baselines: Sequence[Gate]) -> Change:
     against = f"{len(judged)} of {len(baselines)} baselines"
     if not judged:
         refused = "; ".join(gate.problem for gate in baselines if gate.was_run)
-        nothing = "nothing was run beside the baselines" if baselines else "there is no baseline"
+        nothing = "no run to compare with the baselines" if baselines else "there is no baseline"
         word = "Not judged" if refused else "Not run"
         return Change(GATES, problem=f"{refused or nothing} ({against})", word=word)
     sums = sum((gate.counts for gate in judged), Counter[str]())
@@ -207,7 +207,7 @@ def _in_history(assessments: Sequence[Assessment]) -> Change:
     ]
     worse = [series for series, step in steps if step.verdict == "regression"]
     new = sum(len(one.series.points) == 1 for one in now) if before else 0
-    against = f"commit {newest.short[:7]}{f' beside {before.short[:7]}' if before else ', the first'}"
+    against = f"commit {newest.short[:7]}{f' compared with {before.short[:7]}' if before else ', the first'}"
     since = f"commit {before.short[:7]} of {before.date[:10]}" if before else "an unknown day"
     counts = {"judged": len(now), "worse": len(worse), "better": len(steps) - len(worse), "new": new}
     counts["standing"] = sum(len(one.regressions) for one in assessments)
@@ -241,7 +241,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "quiet": [*history_drawings(assessments, quiet=True)],
         },
         order=80,
-        summary="What is worse than it was: results beside committed baselines, and metrics over commits.",
+        summary="What is worse than before: results against committed baselines, and metrics over commits.",
     )
 
 

@@ -1,0 +1,224 @@
+"""The world in which a user's step runs as one of many ranks: a fake process group, meshes, and devices.
+
+Fake tensors are on the CPU, because a build of torch without CUDA cannot make others. So a step that asks
+for its device, or that writes "cuda" out, gets the CPU's fake tensors.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from spbench.bench.measure.engines.tracing import fake_mesh
+from spbench.bench.measure.processes.starting import environment_with
+from spbench.bench.measure.steps.attention import attention_of_gpus
+from spbench.bench.measure.trace import torch_internals
+
+#: devices that are played on the CPU, and the CPU with a number, which fake tensors tell from the CPU
+_PLAYED = ("cuda", "xpu", "cpu")
+#: functions of torch.cuda that tell of its memory
+_STATISTICS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+#: what a mesh does by real numbers in tensors of ranks
+_OF_RANKS = (
+    *("__init__", "__getitem__", "_flatten", "_unflatten", "_get_all_submeshes", "_create_flatten_mesh"),
+    *("mesh", "from_group", "_concatenate"),
+)
+
+
+class OnCpu(TorchFunctionMode):
+    """While entered, calls of torch's functions that name a GPU mean the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        named = {name: played(value) for name, value in (kwargs or {}).items()}
+        named.pop("pin_memory", None)  # which a CPU build refuses
+        return func(*map(played, args), **named)
+
+
+def played(value: Any) -> Any:
+    """The CPU in place of a GPU; any other value as it is."""
+    kind = type(value)
+    if kind is torch.device and value.type in _PLAYED:
+        return torch.device("cpu")
+    if kind is str and value.partition(":")[0] in _PLAYED:
+        return "cpu"
+    return value
+
+
+def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, in which a GPU means the CPU: torch leaves :class:`OnCpu` in Tensor.backward."""
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with OnCpu():
+            return run(*args, **kwargs)
+
+    return backward
+
+
+def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: Any) -> torch.Tensor:
+    """A tensor of normal numbers: those of a truncated normal distribution are drawn until all are within
+    the bounds, which fake tensors cannot tell."""
+    with torch.no_grad():
+        return tensor.normal_(mean, std, **further)
+
+
+def _on_cpu(call: Callable[..., Any], *, unwatched: bool = False) -> Callable[..., Any]:
+    """The same function, for which a GPU that is named means the CPU; ``unwatched``: run outside of all
+    modes, with real tensors, as meshes need."""
+
+    @wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if type(numbers := kwargs.get("_rank_map")) is torch_internals.FakeTensor:
+            # init_device_mesh has made them in the mode: the numbers of all ranks
+            with torch_internals.without_modes():
+                kwargs["_rank_map"] = torch.arange(numbers.numel(), dtype=torch.int)
+        with torch_internals.without_modes() if unwatched else nullcontext():
+            named = {name: played(value) for name, value in kwargs.items()}
+            return call(*map(played, args), **named)
+
+    return called
+
+
+def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
+    """The functions of :class:`DeviceMesh` in :data:`_OF_RANKS`, unwatched; each new mesh is added to
+    ``made``."""
+    methods: dict[str, Any] = {}
+    for name in _OF_RANKS:
+        own = vars(DeviceMesh)[name]
+        call = getattr(own, "fget", None) or getattr(own, "__func__", own)
+        real = _on_cpu(call, unwatched=True)
+        methods[name] = real if call is own else type(own)(real)
+    init = methods["__init__"]
+
+    def noted(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        init(mesh, *args, **kwargs)
+        made.append(mesh)
+
+    return {**methods, "__init__": noted}
+
+
+@contextmanager
+def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh, list[DeviceMesh]]]:
+    """Within the context, this process is ``rank`` of ``world`` fake ranks, of which ``of_node`` share a
+    node: torch's default group exists, the environment has RANK and its like, and a GPU means the CPU.
+
+    Yields:
+        (a mesh of all ranks along dp, the list of the user's meshes as they are made).
+    """
+    local = rank % of_node
+    environment: dict[str, object] = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": local,
+        "MASTER_PORT": 29500,
+    }
+    environment |= {"LOCAL_WORLD_SIZE": min(of_node, world), "MASTER_ADDR": "localhost"}
+    made: list[DeviceMesh] = []
+    with ExitStack() as stack:
+        stack.enter_context(environment_with({name: str(value) for name, value in environment.items()}))
+        mesh = stack.enter_context(fake_mesh({"dp": world}, rank))
+        for owner in (dist, dist.distributed_c10d):
+            nothing = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
+            stack.enter_context(torch_internals.replaced(owner, nothing))
+        stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(made)))
+        for owner, names in _devices(local).items():
+            stack.enter_context(torch_internals.replaced(owner, names))
+        stack.enter_context(attention_of_gpus())
+        stack.enter_context(torch_internals.around_backward(_in_backward))
+        stack.enter_context(OnCpu())
+        yield mesh, made
+
+
+def _of_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A call of a function of torch.cpu, as the recorder has replaced it."""
+    return getattr(torch.cpu, name)(*args, **kwargs)
+
+
+def _no_bytes(name: str, *_: Any) -> int:
+    """The answer of a function of torch.cuda that tells of memory, which the recorder counts instead."""
+    return 0
+
+
+def _devices(local: int) -> dict[Any, dict[str, Any]]:
+    """By module or class of torch, the functions that choose or follow a device, as the CPU answers them."""
+
+    def nothing() -> Callable[..., None]:  # a function each, because torch.compile tells functions apart
+        return lambda *_, **__: None
+
+    of_cuda: dict[str, Any] = {
+        "is_available": lambda: False,
+        "set_device": nothing(),
+        "current_device": lambda: local,
+        **{
+            name: partial(_of_cpu, name)
+            for name in ("Stream", "Event", "current_stream", "stream", "synchronize")
+        },
+        **{name: nothing() for name in ("empty_cache", "reset_peak_memory_stats")},
+        **{name: partial(_no_bytes, name) for name in _STATISTICS},
+    }
+    of_accelerator = {
+        "current_accelerator": lambda *_, **__: torch.device("cpu"),
+        "current_device_index": lambda: local,
+        "set_device_index": nothing(),
+        "synchronize": nothing(),
+    }
+    return {
+        torch.cuda: of_cuda,
+        torch.accelerator: of_accelerator,
+        torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},
+        torch.nn.init: {"_no_grad_trunc_normal_": _drawn},
+    }
+
+
+def bounds_of(ranks: Sequence[int]) -> set[int] | None:
+    """The distances at which a group of ranks cuts the world, so that a mesh whose axes end there has the
+    group as a block of axes; None: the group is no such block."""
+    bounds: set[int] = set()
+    apart = [each - ranks[0] for each in sorted(ranks)]
+    while len(apart) > 1:
+        step = apart[1]
+        run = next((n for n in range(1, len(apart)) if apart[n] != n * step), len(apart))
+        places = (apart[n - n % run] + n % run * step for n in range(len(apart)))
+        if len(apart) % run or [*places] != apart:
+            return None
+        bounds |= {step, step * run}
+        apart = apart[::run]
+    return bounds
+
+
+def mesh_of(groups: Sequence[Sequence[int]], world: int) -> tuple[int, ...]:
+    """The sizes of the coarsest mesh of ``world`` ranks of which each group is a block of axes, from the
+    slowest axis to the fastest; (world,) if there is none."""
+    every = [bounds_of(group) for group in groups]
+    if None in every:
+        return (world,)
+    ordered = sorted({1, world}.union(*(each for each in every if each)))
+    if any(larger % smaller for smaller, larger in pairwise(ordered)):
+        return (world,)
+    return tuple(larger // smaller for smaller, larger in pairwise(ordered))[::-1] or (1,)
+
+
+def axes_of(meshes: Sequence[DeviceMesh], world: int) -> dict[str, str]:
+    """The axis of each process group of this rank, by the group's name: a dimension of one of the user's
+    meshes, "world" for all ranks, or what the group is like, as "4 ranks, 2 apart"."""
+    axes = {}
+    for name, ranks in torch_internals.groups_of_process().items():
+        distance = {b - a for a, b in pairwise(ranks)}
+        like = f"{len(ranks)} ranks" + (f", {distance.pop()} apart" if len(distance) == 1 else "")
+        axes[name] = "world" if len(ranks) == world else like
+    for mesh in meshes:
+        for dim in mesh.mesh_dim_names or ():
+            with torch_internals.without_modes():
+                group = mesh.get_group(dim) if mesh.get_coordinate() is not None else None
+            if group is not None:
+                axes[group.group_name] = dim
+    return axes

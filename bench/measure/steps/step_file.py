@@ -1,0 +1,172 @@
+"""A step of the user's own: a function of a Python file that knows torch, and not spbench.
+
+The function builds model, optimizer and inputs, and returns a callable; each call of that does one training
+step. When the function is called, torch.distributed's default process group exists. Errors within it name the
+user's line.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spbench.bench.errors import UserError, described, suggestion
+from spbench.impls import Unsupported
+
+#: does one training step; may return the step's loss
+Step = Callable[[], Any]
+#: builds a training step
+Build = Callable[[], Step]
+
+_NAME = re.compile(r"(?P<path>.+\.py):(?P<function>\w+)")
+#: folders of code that is not the user's; packages such as transformers are the user's
+_ROOT = Path(__file__).resolve().parents[3]
+_OTHERS = tuple(
+    f"{os.path.realpath(folder)}{os.sep}"
+    for folder in (Path(torch.__file__).parent, *(_ROOT / name for name in ("bench", "impls", "spbench")))
+)
+_PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """A training step of the user's.
+
+    Attributes:
+        name: "step.py:train", the name of the model in rows.
+        source: the content of the file; "" for a function without a file.
+        load: returns the function that builds the step; a file is run again at each call, because a module
+            may keep what one rank has made.
+    """
+
+    name: str
+    source: str
+    load: Callable[[], Build]
+
+    @classmethod
+    def of(cls, step: "str | Build") -> "OwnStep":
+        """The step of a text such as "step.py:train", or of a function itself.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        if not isinstance(step, str):
+            file = inspect.getsourcefile(step)
+            name = f"{Path(file or 'function').name}:{getattr(step, '__name__', 'train')}"
+            source = Path(file).read_text(encoding="utf-8") if file and os.path.isfile(file) else ""
+            return cls(name, source, lambda: step)
+        if (parts := _NAME.fullmatch(step)) is None:
+            raise UserError(f"{step}: write FILE.py:FUNCTION, such as step.py:train")
+        path = Path(parts["path"])
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        return cls(f"{path.name}:{parts['function']}", source, lambda: _function(path, parts["function"]))
+
+    @property
+    def digest(self) -> str:
+        """A digest of the file's content."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
+
+
+def names_a_step(text: str) -> bool:
+    """Whether a text names a step, such as "step.py:train"."""
+    return _NAME.fullmatch(text) is not None
+
+
+def _function(path: Path, name: str) -> Build:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # as Python does for a script
+        sys.path.insert(0, folder)
+    sys.modules[path.stem] = module  # classes of the file look up their module
+    with named_lines(path.name):
+        spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [each for each, value in vars(module).items() if inspect.isfunction(value)]
+        raise UserError(f"{path} has no function {name}{suggestion(name, functions)}")
+    build: Build = function
+    return build
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether a file is the user's code, or of a package, and not of torch, of spbench or of Python."""
+    real = os.path.realpath(file)
+    of_python = real.startswith(_PYTHON) and "-packages" not in real
+    return os.path.isfile(file) and not of_python and not real.startswith(_OTHERS)
+
+
+def line_of(frame: Any) -> str:
+    """The line of the user's innermost code that a frame runs in, as "step.py:31"; "" if there is none."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+#: what an error of torch means under fake tensors, by the error's name, and how to mend it
+_UNWATCHED = {
+    "DataDependentOutputException": "reads a tensor's value, and fake tensors have none: keep it a tensor, "
+    "or read it outside of the step",
+    "DynamicOutputShapeException": "makes a shape that depends on values, and fake tensors have none: use a "
+    "fixed size, such as a mask or a capacity",
+    "UnsupportedOperatorException": "has no fake form; give it one: @torch.library.register_fake('ns::name')"
+    " before a function of the same arguments that returns torch.empty_like(...) of each result",
+}
+
+
+class StepError(UserError):
+    """An error in the user's code, which names the line."""
+
+
+@contextmanager
+def named_lines(name: str) -> Iterator[None]:
+    """Within the context, an error in the code of the step ``name`` becomes a :class:`UserError` that names
+    the user's line; errors of spbench stay what they are.
+
+    Raises:
+        UserError: names the line, the error, and if it is one of fake tensors how to mend it.
+    """
+    try:
+        yield
+    except (StepError, Unsupported, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
+        if isinstance(error, SyntaxError) and error.filename:
+            where = f"{os.path.basename(error.filename)}:{error.lineno}"
+        elif frames:
+            own = next(
+                (each for each in reversed(frames) if os.path.basename(each.filename) in name), frames[-1]
+            )
+            inner = frames[-1]
+            where = f"{os.path.basename(own.filename)}:{own.lineno}, {own.line}"
+            if inner is not own:
+                where += f" (in {os.path.basename(inner.filename)}:{inner.lineno})"
+        elif isinstance(error, (UserError, SystemExit)):
+            where = name
+        else:
+            raise  # spbench's own
+        means = _UNWATCHED.get(type(error).__name__)
+        said = f"{getattr(error, 'func', error)} {means}" if means else described(error)
+        said = str(error) if isinstance(error, UserError) else said
+        raise StepError(f"{where}: {said}") from error

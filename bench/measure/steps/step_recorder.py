@@ -1,0 +1,221 @@
+"""The recorder of a user's step: phases, kinds of tensors and the user's lines, without the user's help."""
+
+import gc
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from spbench.bench.measure.steps.step_file import line_of
+from spbench.bench.measure.trace import torch_internals
+from spbench.bench.measure.trace.memory import ModuleCalls
+from spbench.bench.measure.trace.meter import communicates, communication_of
+from spbench.bench.measure.trace.recorder import BETWEEN_TWO, FastRecorder
+
+#: phases that another forward of the step may follow
+_AFTER_FORWARD = ("backward", "gradient_sync")
+
+
+class UserPlaces(ModuleCalls):
+    """Places that have the user's line next to the module: "layers.*.mlp at step.py:31". A storage of
+    backward has the line that made the autograd node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[tuple[int, str], int] = {}
+        #: the first autograd node of each change of line, ascending; and the lines
+        self._first, self._lines = [0], [""]
+
+    def place(self) -> int:
+        module, line = super().place(), self.line()
+        if (module, line) not in self._numbers:
+            name = " at ".join(filter(None, (self.names[module], line)))
+            self.names.append(name)
+            self._numbers[module, line] = self.names.index(name)
+        return self._numbers[module, line]
+
+    def line(self) -> str:
+        """The user's line that runs, or that made the autograd node that runs."""
+        node = torch_internals.backward_node()
+        if node is None:
+            return line_of(sys._getframe(1))
+        return self._lines[bisect_right(self._first, node) - 1]
+
+    def note_line(self) -> None:
+        """Note the line in which forward makes autograd nodes."""
+        node = torch_internals.next_node()
+        if node > self._first[-1] and (line := line_of(sys._getframe(1))) != self._lines[-1]:
+            # the operator that runs has made its node already
+            self._first.append(node - 1)
+            self._lines.append(line)
+
+
+class StepRecorder(FastRecorder):
+    """A :class:`FastRecorder` of a step that declares nothing: forward begins with the step, and with the
+    first autograd node or module after a backward; the optimizer's phase with the step of an optimizer;
+    between backward and the optimizer is gradient_sync.
+
+    Args:
+        mode: the FakeTensorMode that is entered around this recorder.
+        mesh: a mesh of all ranks.
+    """
+
+    def __init__(self, mode: torch_internals.FakeTensorMode, mesh: DeviceMesh):
+        super().__init__(mode, mesh, events=True)
+        self.places = self.memory.modules = UserPlaces()
+        self.memory.log.place_names = self.places.names
+        self._phase, self._node, self._builds = "", 0, False
+        #: backwards that run, one within another
+        self._depth = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(kind is not torch_internals.FakeTensor for kind in types):
+            return NotImplemented  # a DTensor and its like do their work by further calls, which come here
+        if self._builds and communicates(func) and not _is_metered(func, args):
+            return func(*args, **(kwargs or {}))  # such as the scatter of weights that have no values
+        if not self._depth and not self._paused:
+            self._after_backward(func)
+            self.places.note_line()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super()._run(func, args, kwargs)
+        if self.events is not None and self.events.running and communicates(func):
+            # the event that is written next
+            self.events.builder.lines[len(self.events.builder.rows)] = self.places.line()
+        return result
+
+    def _enter_patches(self, patches: ExitStack) -> None:
+        super()._enter_patches(patches)
+        call = nn.Module.__call__
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._phase in _AFTER_FORWARD and not self._depth:
+                self.begin("forward")
+            return call(module, *args, **kwargs)
+
+        patches.enter_context(torch_internals.foreach_of_fakes())
+        patches.enter_context(torch_internals.around_shapes_of_dtensors(self.paused))
+        patches.enter_context(torch_internals.around_backward(self._in_backward))
+        patches.enter_context(torch_internals.replaced(nn.Module, {"__call__": forward}))
+        before_update = register_optimizer_step_pre_hook(lambda optimizer, *_: self._updates(optimizer))
+        after_update = register_optimizer_step_post_hook(lambda *_: self._updated())
+        patches.callback(before_update.remove)
+        patches.callback(after_update.remove)
+
+    def _in_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            before, self._depth = self._phase, self._depth + 1
+            self.begin("backward")
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth:
+                    self.begin(before)
+                self._node = torch_internals.next_node()
+
+        return backward
+
+    def _after_backward(self, func: Any) -> None:
+        """Begin the phase of an operator that runs after a backward; a pipeline sends before it goes on."""
+        if self._phase in _AFTER_FORWARD and torch_internals.next_node() > self._node:
+            self.begin("forward")
+        elif self._phase == "backward" and func not in BETWEEN_TWO:
+            self.begin("gradient_sync")
+
+    def _updates(self, optimizer: Optimizer) -> None:
+        self.begin("optimizer")
+        self._tag_update(optimizer)
+
+    def _updated(self) -> None:
+        if self._depth:  # an optimizer that runs within backward
+            self.begin("backward")
+
+    def begin(self, phase: str) -> None:
+        """Begin a phase of the step, unless it is the present one; outside of steps there are no phases."""
+        if self._phase and phase != self._phase:
+            self._phase = phase
+            for meter in self.meters:
+                meter.phase(phase)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Within the context, which comes before the steps, only memory is metered."""
+        meters, self.meters, self._builds = self.meters, [self.memory, self.host_memory], True
+        try:
+            yield
+        finally:
+            self.meters, self._builds = meters, False
+
+    @contextmanager
+    def step(self, *, last: bool) -> Iterator[None]:
+        with super().step(last=last):
+            self._phase = "step"
+            self.begin("forward")
+            yield
+        self._phase = ""
+
+    # -- kinds of tensors ------------------------------------------------------------------------------------
+
+    def tag_built(self) -> int:
+        """Tag the tensors of all modules and optimizers that exist, and what else exists as inputs; returns
+        the number of parameters of all ranks together, as far as this rank can tell."""
+        parameters: dict[int, int] = {}
+        for module in _living(nn.Module):
+            own = [*module.parameters(recurse=False)]
+            parameters |= {id(x): x.numel() for x in own if self.memory.number(local(x).untyped_storage())}
+            self._tag("parameters", *own, *module.buffers(recurse=False))
+        for optimizer in _living(Optimizer):
+            self._tag_update(optimizer)
+        log = self.memory.log
+        for number in {abs(event) - 1 for event in log.events} - {-event - 1 for event in log.events}:
+            log.tags.setdefault(number, "inputs")
+        return sum(parameters.values())
+
+    def tag_made(self) -> None:
+        """Tag the optimizers' tensors that the step has made."""
+        for optimizer in _living(Optimizer):
+            self._tag_update(optimizer)
+
+    def _tag_update(self, optimizer: Optimizer) -> None:
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            self._tag("parameters", parameter)
+            if parameter.grad is not None:
+                self._tag("gradients", parameter.grad)
+            state = optimizer.state.get(parameter, {})
+            self._tag("optimizer_state", *(x for x in state.values() if isinstance(x, Tensor)))
+
+    def _tag(self, category: str, *tensors: Tensor) -> None:
+        self.memory.tag(map(local, tensors), category, keep=category == "optimizer_state")
+
+
+def _is_metered(func: Any, args: Sequence[Any]) -> bool:
+    try:
+        communication_of(func, args)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor on this rank, for a DTensor; else the tensor."""
+    while torch_internals.is_traceable_wrapper_subclass(x):
+        x = getattr(x, x.__tensor_flatten__()[0][0])
+    return x
+
+
+def _living(kind: type) -> list[Any]:
+    """The objects of a class that exist."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]

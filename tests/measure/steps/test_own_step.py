@@ -1,0 +1,215 @@
+"""A training step of the user's own: counts by hand arithmetic, phases, lines, classes of ranks, refusals."""
+
+from pathlib import Path
+
+import pytest
+
+import spbench
+from spbench.bench.errors import UserError
+from spbench.bench.measure.steps import traced_step
+from spbench.bench.measure.steps.fake_world import mesh_of
+from spbench.bench.measure.steps.step_file import OwnStep
+from spbench.bench.measure.steps.step_recorder import StepRecorder
+from spbench.bench.measure.trace.recorder import Recorder
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
+HEAD = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+"""
+
+
+def measured(folder: Path, body: str, world_size: int = 4, **further):
+    (folder / "step.py").write_text(HEAD + body)
+    return spbench.measure_step(
+        f"{folder / 'step.py'}:train", world_size=world_size, cluster="dgx-h100", **further
+    )
+
+
+def sent(step) -> dict[tuple[str, str, str], float]:
+    return {
+        (row["phase"], row["collective"], row["axis"]): row["sent_bytes"]
+        for row in step.measurement.communication
+    }
+
+
+FSDP = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def train():
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    model = nn.Sequential(*(Block() for _ in range(4))).cuda()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in [*model, model]:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(64, 256, device="cuda")
+    def step():
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+    return step
+"""
+
+
+def test_an_mlp_under_fully_shard_by_hand(tmp_path):
+    step = measured(tmp_path, FSDP)
+    weights = 4 * 2 * 256 * 1024  # blocks, matrices, elements of each
+    assert sent(step) == {
+        ("forward", "all_gather", "shard"): 2 * weights * 3 / 4,  # bf16
+        ("backward", "all_gather", "shard"): 2 * weights * 3 / 4,
+        ("backward", "reduce_scatter", "shard"): 4 * weights * 3 / 4,
+    }
+    last = step.measurement.by_class[-1]
+    assert (last["rank"], last["ranks"], last["step"]) == (0, 4, 2)
+    assert last["peak_held"]["parameters"] == 4 * weights // 4
+    adam = 2 * 4 * weights // 4
+    steps = 8 * 512  # a number for each matrix
+    assert last["peak_held"]["optimizer_state"] == adam + steps
+    assert str(step.classes) == "ranks 0, 1, 2, 3 of 4 traced; one class"
+    assert step.measurement.flops == {
+        "model": 6 * weights * 64 * 4,  # 64 rows on each of 4 ranks
+        "forward": 2 * weights * 64 * 4,
+        "all": 6 * weights * 64 * 4 - 4 * 2 * 64 * 256 * 1024,  # the inputs need no gradient
+    }
+    marks = [phase for phase, _ in step.classes.traced[0].trace.memory.marks]
+    assert marks == ["forward", "backward", "gradient_sync", "optimizer"] * 2
+    assert step.fits()
+    moments = {"kind": "optimizer_state", "place": "step.py:26", "bytes": adam + steps, "tensors": 24}
+    assert moments in step.held()
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tensor_parallel", "ring_attention", "pipeline", "ddp_by_hand"])
+def test_the_plain_recorder_sees_the_same(monkeypatch, name):
+    """Results that the fast recorder builds itself are those of FakeTensorMode, operator by operator."""
+    step = OwnStep.of(f"{EXAMPLES / name}.py:train")
+    cell = spbench.Cell(model=step.name, strategy="own_step", sizes={"dp": 2}, cluster="dgx-h100")
+    fast = traced_step.trace_step(step, cell, 1)
+    monkeypatch.setattr(
+        StepRecorder.__mro__[1],
+        "__torch_dispatch__",
+        lambda self, *args: Recorder.__torch_dispatch__(self, *args),
+    )
+    assert traced_step.trace_step(step, cell, 1).trace.same(fast.trace)
+
+
+def test_ranks_of_unlike_programs_are_classes(tmp_path):
+    body = """
+def train():
+    model, x = nn.Linear(64, 64), torch.randn(8, 64)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("outer", "inner"))
+    def step():
+        if mesh.get_local_rank("outer") == 1:
+            x.clone()
+        model(x).sum().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, group=mesh.get_group("inner"))
+            dist.all_reduce(p.grad, group=mesh.get_group("outer"))
+            p.grad = None
+    return step
+"""
+    step = measured(tmp_path, body, 8)
+    assert step.classes.ranks == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert {axis for _, _, axis in sent(step)} == {"outer", "inner"}
+    assert step.classes.traced[0].mesh == (2, 4)
+    assert step.measurement.step_time_s > 0
+    assert set(measured(tmp_path, body, 8, ranks=None).classes.tried) == {*range(8)}
+
+
+def test_two_ranks_that_wait_for_each_other_are_named(tmp_path):
+    step = measured(
+        tmp_path,
+        """
+def train():
+    x, other = torch.randn(64), 1 - dist.get_rank()
+    def step():
+        if dist.get_rank() == 0:
+            dist.recv(x, other)
+            dist.send(x, other)
+        else:
+            dist.recv(x, other)
+            dist.send(x, other)
+    return step
+""",
+        2,
+    )
+    with pytest.raises(UserError, match=r"never ends: rank 0.* at step\.py:12; rank 1.* at step\.py:15"):
+        step.measurement  # noqa: B018
+
+
+STEP = """
+def train():
+    x = torch.randn(8, 8, requires_grad=True)
+    def step():
+        {}
+    return step
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "float(x.sum())",
+            "step.py:11, float(x.sum()): aten._local_scalar_dense.default reads a tensor's value",
+        ),
+        ("x.nonzero()", "step.py:11, x.nonzero(): aten.nonzero.default makes a shape that depends on values"),
+        ("x @ x[:3]", "step.py:11, x @ x[:3]: RuntimeError"),
+        ("return {}['a']", "step.py:11, return {}['a']: KeyError: 'a'"),
+    ],
+)
+def test_the_users_line_is_named(tmp_path, line, said):
+    with pytest.raises(UserError) as error:
+        measured(tmp_path, STEP.format(line))
+    assert said in str(error.value)
+
+
+def test_what_is_no_step_is_refused(tmp_path):
+    with pytest.raises(UserError, match="has no function train"):
+        measured(tmp_path, "def trains(): pass")
+    with pytest.raises(UserError, match="returns NoneType, and not a callable"):
+        measured(tmp_path, "def train(): pass")
+    with pytest.raises(UserError, match="cannot be read"):
+        spbench.measure_step("nowhere.py:train", world_size=2, cluster="dgx-h100")
+
+
+def test_a_function_is_a_step_too():
+    def train():
+        import torch
+
+        weight = torch.randn(4096, 4096, requires_grad=True)
+
+        def step():
+            weight.square().sum().backward()
+            weight.grad = None
+
+        return step
+
+    step = spbench.measure_step(train, world_size=2, cluster="dgx-h100")
+    assert step.cell.model == "test_own_step.py:train"
+    assert step.fits("dgx-h100")
+    assert step.on("piz-daint-p100").measurement.usable_memory_bytes < 2**34
+
+
+@pytest.mark.parametrize(
+    ("groups", "world", "mesh"),
+    [
+        ([[0, 1, 2, 3], [0, 4]], 8, (2, 4)),
+        ([[0, 2, 4, 6], [0, 1]], 8, (4, 2)),
+        ([[0, 1, 4, 5]], 8, (2, 2, 2)),
+        ([], 8, (8,)),
+        ([[0, 1, 3]], 8, (8,)),
+    ],
+)
+def test_the_mesh_of_groups(groups, world, mesh):
+    assert mesh_of(groups, world) == mesh
