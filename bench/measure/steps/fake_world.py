@@ -123,6 +123,7 @@ def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh
     }
     environment |= {"LOCAL_WORLD_SIZE": min(of_node, world), "MASTER_ADDR": "localhost"}
     made: list[DeviceMesh] = []
+    torch_internals.forget_shardings()
     with ExitStack() as stack:
         stack.enter_context(environment_with({name: str(value) for name, value in environment.items()}))
         mesh = stack.enter_context(fake_mesh({"dp": world}, rank))
@@ -143,6 +144,11 @@ def _of_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch.cpu, name)(*args, **kwargs)
 
 
+def _made_by_cpu(name: str, _: type, *args: Any, **kwargs: Any) -> Any:
+    """An instance of a class of torch.cpu, in place of one of a class of torch.cuda."""
+    return _of_cpu(name, *args, **kwargs)
+
+
 def _no_bytes(name: str, *_: Any) -> int:
     """The answer of a function of torch.cuda that tells of memory, which the recorder counts instead."""
     return 0
@@ -158,10 +164,9 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
         "is_available": lambda: False,
         "set_device": nothing(),
         "current_device": lambda: local,
-        **{
-            name: partial(_of_cpu, name)
-            for name in ("Stream", "Event", "current_stream", "stream", "synchronize")
-        },
+        **{name: partial(_of_cpu, name) for name in ("current_stream", "stream", "synchronize")},
+        # classes, because annotations name them
+        **{name: type(name, (), {"__new__": partial(_made_by_cpu, name)}) for name in ("Stream", "Event")},
         **{name: nothing() for name in ("empty_cache", "reset_peak_memory_stats")},
         **{name: partial(_no_bytes, name) for name in _STATISTICS},
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,6 +29,7 @@ from spbench.bench.measure.steps.step_file import Build, OwnStep
 from spbench.bench.measure.steps.traced_step import StepClasses, precision_of, rank_classes
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile
 from spbench.bench.measure.sweep.sweep import as_row, digest
+from spbench.bench.measure.trace.memory_log import CATEGORIES
 from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measure.trust.fit_certainty import NO, Certainty, certainty
 from spbench.bench.measurement import Measurement, Outcome
@@ -128,14 +128,10 @@ class MeasuredStep:
         log = self._with_workspaces(next(fullest)).memory
         live = log.levels(sizes := rounded(np.asarray(log.sizes, dtype=np.int64))).live
         at = log.step_start + int(np.argmax(live[log.step_start :]))
-        kinds, nbytes, tensors = log.categories(), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for number in np.flatnonzero(log.alive_after(at)).tolist():
-            part = kinds[number], log.place_names[log.places[number]]
-            nbytes[part] += int(sizes[number])
-            tensors[part] += 1
+        kinds = np.asarray([CATEGORIES.index(kind) for kind in log.categories()])
         return [
-            {"bytes": of, "kind": part[0], "place": part[1], "tensors": tensors[part]}
-            for part, of in nbytes.most_common()
+            {"bytes": nbytes, "kind": CATEGORIES[kind], "place": place, "tensors": tensors}
+            for kind, place, nbytes, tensors in log.parts_after(at, sizes, kinds)
         ]
 
     def _with_workspaces(self, trace: Trace) -> Trace:

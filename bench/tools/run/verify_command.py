@@ -22,7 +22,7 @@ from spbench.bench.command_line import options
 @options.device
 @options.path_option("--output", "Add the verdicts to this folder; by default they are not kept.")
 @options.printed
-@options.body("run.verify_output:verified")
+@options.body("run.verify_output:verified", starts_processes=True)
 def command() -> None:
     """Check outputs and every gradient against a single device.
 
