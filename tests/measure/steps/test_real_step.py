@@ -1,4 +1,4 @@
-"""A user's step on real ranks next to the same step on fake ranks: equal bytes, and equal memory of tensors."""
+"""A step on real ranks next to the same step on fake ranks: equal bytes, and equal memory of tensors."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`spbench trace` on users' steps with planted faults: other bytes, a line that holds more, or ranks that wait."""
+"""Planted faults that `spbench trace` tells: other bytes, a line that holds more, ranks that wait."""
 
 from collections import Counter
 from functools import cache
