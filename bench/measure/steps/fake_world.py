@@ -4,6 +4,7 @@ Fake tensors are on the CPU, because a build of torch without CUDA cannot make o
 for its device, or that writes "cuda" out, gets the CPU's fake tensors.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
@@ -62,6 +63,12 @@ def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return backward
+
+
+def _not_compiled(model: Any = None, **_: Any) -> Any:
+    """The model or function that torch.compile takes, or a decorator that returns it."""
+    warnings.warn("torch.compile has no effect in a trace: the step runs eagerly", stacklevel=2)
+    return (lambda function: function) if model is None else model
 
 
 def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: Any) -> torch.Tensor:
@@ -193,6 +200,7 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
         "synchronize": nothing(),
     }
     return {
+        torch: {"compile": _not_compiled},
         torch.cuda: of_cuda,
         torch.accelerator: of_accelerator,
         torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -14,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from spbench.bench.errors import UserError
 from spbench.bench.measure.steps.step_file import line_of
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.memory import ModuleCalls
@@ -78,6 +80,8 @@ class StepWatcher(Recorder):
     ) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor and its like do their work by further calls, which come here
+        if func is torch.ops.aten._pin_memory.default:
+            raise UserError("pinned memory cannot be told from the GPU's in a trace: leave offloading out")
         if self._builds and communicates(func) and not _is_metered(func, args):
             return func(*args, **(kwargs or {}))  # such as the scatter of weights that have no values
         if not self._depth and not self._paused:
