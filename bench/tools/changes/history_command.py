@@ -231,10 +231,5 @@ def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
 def _content(assessment: Assessment) -> dict[str, Any]:
     """A series with its points, steps and targets, as JSON content."""
     missed = assessment.missed
-    return TABLES.record(
-        "content",
-        assessment,
-        points=TABLES.records("point", assessment.series.points),
-        steps=TABLES.records("step", assessment.steps, is_finite=math.isfinite),
-        targets=[{"value": target.value, "missed": target in missed} for target in assessment.targets],
-    )
+    targets = [{"value": target.value, "missed": target in missed} for target in assessment.targets]
+    return TABLES.record("content", assessment, targets=targets, is_finite=math.isfinite)

@@ -165,6 +165,7 @@ def train():
         ),
         ("x.nonzero()", "step.py:11, x.nonzero(): aten.nonzero.default makes a shape that depends on values"),
         ("x @ x[:3]", "step.py:11, x @ x[:3]: RuntimeError"),
+        ("x.detach().pin_memory()", "step.py:11, x.detach().pin_memory(): pinned memory cannot be told"),
         ("return {}['a']", "step.py:11, return {}['a']: KeyError: 'a'"),
     ],
 )
@@ -172,6 +173,20 @@ def test_the_users_line_is_named(tmp_path, line, said):
     with pytest.raises(UserError) as error:
         measured(tmp_path, STEP.format(line))
     assert said in str(error.value)
+
+
+def test_a_compiled_step_runs_eagerly_and_says_so(tmp_path):
+    body = """
+def train():
+    model, x = torch.compile(nn.Linear(64, 64)), torch.randn(8, 64)
+    @torch.compile(fullgraph=True)
+    def step():
+        model(x).sum().backward()
+    return step
+"""
+    with pytest.warns(UserWarning, match="torch.compile has no effect in a trace"):
+        step = measured(tmp_path, body)
+    assert step.measurement.flops["forward"] == 4 * 2 * 8 * 64 * 64
 
 
 def test_what_is_no_step_is_refused(tmp_path):
