@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.starting import environment_with
-from spbench.bench.measure.steps.attention import attention_of_gpus
+from spbench.bench.measure.steps.gpu_operators import operators_of_gpus
 from spbench.bench.measure.trace import torch_internals
 
 #: devices that are played on the CPU, and the CPU with a number, which fake tensors tell from the CPU
@@ -123,7 +123,7 @@ def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh
     """
     with (
         fake_mesh({"dp": world}, rank) as mesh,
-        attention_of_gpus(),
+        operators_of_gpus(),
         rank_of_world(rank, world, of_node) as made,
     ):
         yield mesh, made

@@ -1,18 +1,20 @@
-"""Attention as a GPU runs it: torch's scaled_dot_product_attention by the fused operators of CUDA.
+"""Functions of torch as a GPU runs them: attention, RMSNorm and dropout by the fused operators of CUDA.
 
-For the CPU's tensors torch calls operators of the CPU, which no list of what a selective checkpoint keeps
-names, and which torch's context parallelism does not turn into a ring.
+For the CPU's tensors torch calls other operators. No list of what a selective checkpoint keeps names the
+CPU's attention, torch's context parallelism does not turn it into a ring, and RMSNorm and dropout keep more
+tensors for backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend
 
-from spbench.bench.measure.trace.torch_internals import attention_order
+from spbench.bench.measure.trace.torch_internals import attention_order, below_autograd
 
 _ATEN = torch.ops.aten
 _FUSED = {
@@ -74,15 +76,47 @@ def _attention(
     return output
 
 
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
+        with below_autograd():
+            y, rstd = _ATEN._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.shape = shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        d_x, d_weight = _ATEN._fused_rms_norm_backward(*gradients, x, ctx.shape, rstd, weight, wanted)
+        return d_x, None, d_weight, None
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """The output of rms_norm, whose arguments these are; torch fuses it only in one precision."""
+    if weight is not None and weight.dtype != x.dtype:
+        return _ATEN._fused_rms_norm(x, shape, weight, eps)[0]
+    return _RmsNorm.apply(x, shape, weight, eps)
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return _ATEN.native_dropout(x, p, True)[0] if train and p > 0 else x
+
+
 @contextmanager
-def attention_of_gpus() -> Iterator[None]:
-    """Within the context, scaled_dot_product_attention of the CPU's tensors calls CUDA's operators, which
-    only fake tensors can take. torch's dispatcher calls them, because a mode of torch's functions does not
-    see what runs within other functions of torch, for example a recomputation in backward."""
+def operators_of_gpus() -> Iterator[None]:
+    """Within the context, functions of the CPU's tensors call CUDA's operators, which only fake tensors can
+    take. torch's dispatcher calls them, because a mode of torch's functions does not see what runs within
+    other functions of torch, for example a recomputation in backward."""
+    functions = {"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm, "dropout": _dropout}
     library = torch.library.Library("aten", "IMPL")
     try:
-        for key in ("AutogradCPU", "CPU"):
-            library.impl("scaled_dot_product_attention", _attention, key)
+        for name, function in functions.items():
+            for key in ("AutogradCPU", "CPU"):
+                library.impl(name, function, key)
         yield
     finally:
         library._destroy()
