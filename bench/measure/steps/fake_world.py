@@ -4,6 +4,7 @@ Fake tensors are on the CPU, because a build of torch without CUDA cannot make o
 for its device, or that writes "cuda" out, gets the CPU's fake tensors.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
@@ -64,6 +65,12 @@ def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
+def _not_compiled(model: Any = None, **_: Any) -> Any:
+    """The model or function that torch.compile takes, or a decorator that returns it."""
+    warnings.warn("torch.compile has no effect in a trace: the step runs eagerly", stacklevel=2)
+    return (lambda function: function) if model is None else model
+
+
 def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: Any) -> torch.Tensor:
     """A tensor of normal numbers: those of a truncated normal distribution are drawn until all are within
     the bounds, which fake tensors cannot tell."""
@@ -77,7 +84,7 @@ def _on_cpu(call: Callable[..., Any], *, unwatched: bool = False) -> Callable[..
 
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if type(numbers := kwargs.get("_rank_map")) is torch_internals.FakeTensor:
+        if isinstance(numbers := kwargs.get("_rank_map"), torch.Tensor):
             # init_device_mesh has made them in the mode: the numbers of all ranks
             with torch_internals.without_modes():
                 kwargs["_rank_map"] = torch.arange(numbers.numel(), dtype=torch.int)
@@ -108,11 +115,28 @@ def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
 
 @contextmanager
 def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh, list[DeviceMesh]]]:
-    """Within the context, this process is ``rank`` of ``world`` fake ranks, of which ``of_node`` share a
-    node: torch's default group exists, the environment has RANK and its like, and a GPU means the CPU.
+    """Within the context, this process is ``rank`` of ``world`` fake ranks (:func:`rank_of_world`) of
+    torch's default group.
 
     Yields:
         (a mesh of all ranks along dp, the list of the user's meshes as they are made).
+    """
+    with (
+        fake_mesh({"dp": world}, rank) as mesh,
+        attention_of_gpus(),
+        rank_of_world(rank, world, of_node) as made,
+    ):
+        yield mesh, made
+
+
+@contextmanager
+def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -> Iterator[list[DeviceMesh]]:
+    """Within the context, the user's code runs as ``rank`` of ``world`` ranks, of which ``of_node`` share a
+    node: the environment has RANK and its like, torch's default group, which exists, stays as it is, and with
+    ``on_cpu`` a GPU means the CPU.
+
+    Yields:
+        the list of the user's meshes as they are made.
     """
     local = rank % of_node
     environment: dict[str, object] = {
@@ -126,17 +150,16 @@ def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh
     torch_internals.forget_shardings()
     with ExitStack() as stack:
         stack.enter_context(environment_with({name: str(value) for name, value in environment.items()}))
-        mesh = stack.enter_context(fake_mesh({"dp": world}, rank))
         for owner in (dist, dist.distributed_c10d):
             nothing = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
             stack.enter_context(torch_internals.replaced(owner, nothing))
         stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(made)))
-        for owner, names in _devices(local).items():
+        for owner, names in _devices(local).items() if on_cpu else ():
             stack.enter_context(torch_internals.replaced(owner, names))
-        stack.enter_context(attention_of_gpus())
-        stack.enter_context(torch_internals.around_backward(_in_backward))
-        stack.enter_context(OnCpu())
-        yield mesh, made
+        if on_cpu:
+            stack.enter_context(torch_internals.around_backward(_in_backward))
+            stack.enter_context(OnCpu())
+        yield made
 
 
 def _of_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -177,6 +200,7 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
         "synchronize": nothing(),
     }
     return {
+        torch: {"compile": _not_compiled},
         torch.cuda: of_cuda,
         torch.accelerator: of_accelerator,
         torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},

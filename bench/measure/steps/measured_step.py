@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,12 @@ class _OwnPlan(Plan):
         return []
 
 
+def plan_of(cell: Cell, ranks: Sequence[Sequence[int]]) -> Plan:
+    """The plan of a step's cell; ``ranks`` are those of each class."""
+    classes = [RankClass(Stage(), {}, tuple(each)) for each in ranks]
+    return _OwnPlan(classes, [[] for _ in classes], cell.mesh_sizes)
+
+
 @dataclass(frozen=True)
 class MeasuredStep:
     """The measurement of a user's step on a cluster.
@@ -68,7 +74,17 @@ class MeasuredStep:
         """Memory, communication and, if the cluster has rates and the step fits, the simulated time."""
         capacity = load_cluster(self.cell.cluster).usable_memory_bytes
         traces = [self._with_workspaces(each.trace) for each in self.classes.traced]
-        by_rank = [trace.measurement(capacity, self._planned) for trace in traces]
+        measured = self.merged([trace.measurement(capacity, self._planned) for trace in traces])
+        if measured.status == "ok":
+            try:
+                self._add_time(measured)
+            except RatesUnknown as error:
+                measured.reason = f"no time: {error}"
+        return measured
+
+    def merged(self, by_rank: Sequence[Measurement]) -> Measurement:
+        """The measurement of all ranks from those of each class: the communication is that of the rank that
+        sends most, the memory that of the fullest rank."""
         most = max(by_rank, key=lambda m: sum(entry["sent_bytes"] for entry in m.communication))
         changes = {
             "by_class": [entry for m in by_rank for entry in m.by_class],
@@ -76,13 +92,7 @@ class MeasuredStep:
             "unpriced_operators": {name: n for m in by_rank for name, n in m.unpriced_operators.items()},
         }
         measured = largest(by_rank).model_copy(update=changes)
-        measured = limit_by_host(measured, self.cell, by_rank, self._planned)
-        if measured.status == "ok":
-            try:
-                self._add_time(measured)
-            except RatesUnknown as error:
-                measured.reason = f"no time: {error}"
-        return measured
+        return limit_by_host(measured, self.cell, by_rank, self._planned)
 
     def _add_time(self, measured: Measurement) -> None:
         """Set the simulated step time with its parts. The FLOPs of the model are three times those of forward
@@ -98,8 +108,7 @@ class MeasuredStep:
 
     @cached_property
     def _planned(self) -> Plan:
-        classes = [RankClass(Stage(), {}, tuple(ranks)) for ranks in self.classes.ranks]
-        return _OwnPlan(classes, [[] for _ in classes], self.cell.mesh_sizes)
+        return plan_of(self.cell, self.classes.ranks)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -116,6 +125,8 @@ class MeasuredStep:
             return Simulator(programs, self.classes.ranks, cluster, self.cell.precision, parameters)()
         except Deadlock as error:
             raise UserError(f"{self.step.name} never ends: {error}") from error
+        except RatesUnknown:
+            raise
         except ValueError as error:
             raise UserError(f"{self.step.name}: {error}") from error
 
@@ -163,6 +174,12 @@ class MeasuredStep:
         return verdict is None or verdict.word != NO
 
 
+def cell_of(own: OwnStep, world_size: int, cluster: str) -> Cell:
+    """The cell of a step on so many ranks."""
+    settings: Mapping[str, Any] = {"model": own.name, "strategy": OWN_STEP, "sizes": {"dp": world_size}}
+    return Cell.model_validate({**settings, "cluster": cluster})
+
+
 def measured_step(
     step: str | Build, world_size: int, cluster: str, ranks: Collection[int] | None = ()
 ) -> MeasuredStep:
@@ -181,8 +198,7 @@ def measured_step(
     own = OwnStep.of(step)
     if absent := [rank for rank in ranks or () if not 0 <= rank < world_size]:
         raise UserError(f"rank {absent[0]}: the step has ranks 0 to {world_size - 1}")
-    settings: Mapping[str, Any] = {"model": own.name, "strategy": OWN_STEP, "sizes": {"dp": world_size}}
-    cell = Cell.model_validate({**settings, "cluster": cluster})
+    cell = cell_of(own, world_size, cluster)
     classes = rank_classes(own, cell, ranks)
     precision = precision_of([each.trace for each in classes.traced])
     # torch reads either name, also from a step that sets it

@@ -76,6 +76,17 @@ class OwnStep:
             raise UserError(f"{path} cannot be read: {error}") from error
         return cls(f"{path.name}:{parts['function']}", source, lambda: _function(path, parts["function"]))
 
+    def built(self, build: Build) -> Step:
+        """The callable that does one step, of the function that builds it.
+
+        Raises:
+            UserError: the function returns none.
+        """
+        step = build()
+        if not callable(step):
+            raise UserError(f"{self.name} returns {type(step).__name__}, and not a callable for one step")
+        return step
+
     @property
     def digest(self) -> str:
         """A digest of the file's content."""

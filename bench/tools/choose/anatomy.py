@@ -165,7 +165,7 @@ def _moment(log: measure.MemoryLog, at: int) -> Moment:
 
 def _parts(log: measure.MemoryLog, at: int, blocks: np.ndarray, kinds: np.ndarray) -> list[Part]:
     every = log.parts_after(at, blocks, kinds)
-    parts = [Part(measure.CATEGORIES[kind], *rest) for kind, *rest in every[:_MOST_PARTS]]
+    parts = [Part(measure.CATEGORIES[n], place, *sums) for n, place, *sums in every[:_MOST_PARTS]]
     if rest := every[_MOST_PARTS:]:
         parts.append(Part("", "", sum(each[2] for each in rest), sum(each[3] for each in rest)))
     return parts

@@ -10,7 +10,7 @@ from spbench.bench.command_line.output import Column, Output, Table, memory_tabl
 from spbench.bench.command_line.progress import message, remark
 from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.errors import UserError
-from spbench.bench.units import gib, mib, shown_share, three_digits
+from spbench.bench.units import gib, mib, shown_share, shown_time, three_digits
 
 #: the options of the command that choose among the cells of a scenario
 _OF_CELLS = ("strategy", "model", "where", "changes", "variant", "batch", "seq_len")
@@ -34,16 +34,16 @@ _SENT = (
 
 def traced_step(
     step: str,
-    clusters: Sequence[str],
-    world_sizes: Sequence[int],
+    narrowing: measure.Narrowing,
     ranks: Sequence[int | None],
+    engine: str,
     output: Path,
 ) -> Output:
     """Trace a step of the user's own, and return the output of `spbench trace`.
 
     Args:
         step: "FILE.py:FUNCTION".
-        clusters, world_sizes: one of each.
+        narrowing: has one cluster and one world size.
         ranks: ranks that are traced and written in addition to the first of each class; None: all.
         output: the file of the timeline (.json or .json.gz), or a folder that also keeps the row.
 
@@ -51,18 +51,24 @@ def traced_step(
         UserError: the step cannot be watched, with the user's line; or an option is missing.
     """
     refuse_given(_OF_CELLS, "chooses among the cells of a scenario, and has no effect on a step of your own")
+    clusters, world_sizes = narrowing.clusters, narrowing.world_sizes
     if len(clusters) != 1 or len(world_sizes) != 1:
         raise UserError(f"{step}: give one --world-size and one --cluster, such as --cluster dgx-h100")
     world = world_sizes[0]
     every = None if None in ranks else [rank for rank in ranks if rank is not None]
     remark(f"tracing {step}")
-    measured = measure.measured_step(step, world, clusters[0], every)
+    is_real = engine == "distributed"
+    if is_real:
+        device = measure.chosen_device("available")
+        measured: measure.MeasuredStep = measure.real_step(step, world, clusters[0], device)
+    else:
+        measured = measure.measured_step(step, world, clusters[0], every)
     folder = not {".json", ".gz"} & {*output.suffixes}
     timeline = output / "trace.json" if folder else output
     written = [*(range(world) if every is None else every)] or [ranks[0] for ranks in measured.classes.ranks]
     files = [measured.keep(output)] if folder else []
     banded = measure.with_band(measured.row)["measurement"]
-    if measured.measurement.step_time_s:
+    if measured.measurement.step_time_s and not is_real:
         files.append(measured.timeline.export(timeline, written))
     if measured.measurement.unpriced_operators:
         names = ", ".join(sorted(measured.measurement.unpriced_operators))
@@ -91,7 +97,10 @@ def _verdict(measured: measure.MeasuredStep, banded: Mapping[str, Any]) -> str:
         + f", peak {gib(result.peak_memory_bytes)} GiB in {result.peak_phase} on rank {result.peak_rank}"
         + (f"; {why}" if (why := result.reason or (verdict.reason if verdict else "")) else "")
     ]
-    if result.step_time_s:
+    if (samples := result.step_time_samples_s) and result.step_time_s:
+        time, ranks = shown_time(result.step_time_s), measured.cell.sizes.world
+        lines.append(f"step time {time} measured on {ranks} real ranks, the median of {len(samples)} steps")
+    elif result.step_time_s:
         lines.append(
             f"step time {shown_band(banded)} simulated, most of it {result.bound}"
             + (f", MFU {three_digits(100 * result.mfu)}%" if result.mfu else "")
@@ -104,7 +113,7 @@ def _verdict(measured: measure.MeasuredStep, banded: Mapping[str, Any]) -> str:
             if of >= 0.005 and "hidden" not in name
         )
         lines.append(f"of the step: {', '.join(named)}")
-    return "\n".join([*lines, str(measured.classes)])
+    return "\n".join([*lines, *([] if samples else [str(measured.classes)])])
 
 
 def held_table(measured: measure.MeasuredStep) -> Table:

@@ -22,13 +22,16 @@ def traced(
     narrowing: measure.Narrowing,
     shape: Mapping[str, int | None],
     ranks: Sequence[int | None],
+    engine: str,
     output: Path,
 ) -> Output:
     """Trace a cell, and return the output of `spbench trace`; the arguments are the command's options."""
     if measure.names_a_step(scenario):
         from spbench.bench.tools.run.own_step_trace import traced_step
 
-        return traced_step(scenario, narrowing.clusters, narrowing.world_sizes, ranks, output)
+        return traced_step(scenario, narrowing, ranks, engine, output)
+    if engine != "virtual":
+        raise UserError(f"{scenario}: --engine {engine} is for a step of your own, FILE.py:FUNCTION")
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
     cell = narrowing.only_cell("a trace", measure.load_scenario(scenario), shape)
     every = range(cell.sizes.world) if None in ranks else [rank for rank in ranks if rank is not None]

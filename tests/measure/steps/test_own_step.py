@@ -9,8 +9,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.steps import traced_step
 from spbench.bench.measure.steps.fake_world import mesh_of
 from spbench.bench.measure.steps.step_file import OwnStep
-from spbench.bench.measure.steps.step_recorder import StepRecorder
-from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 HEAD = """
@@ -96,7 +95,7 @@ def test_the_plain_recorder_sees_the_same(monkeypatch, name):
     cell = spbench.Cell(model=step.name, strategy="own_step", sizes={"dp": 2}, cluster="dgx-h100")
     fast = traced_step.trace_step(step, cell, 1)
     monkeypatch.setattr(
-        StepRecorder.__mro__[1],
+        FastRecorder,
         "__torch_dispatch__",
         lambda self, *args: Recorder.__torch_dispatch__(self, *args),
     )
@@ -165,6 +164,7 @@ def train():
         ),
         ("x.nonzero()", "step.py:11, x.nonzero(): aten.nonzero.default makes a shape that depends on values"),
         ("x @ x[:3]", "step.py:11, x @ x[:3]: RuntimeError"),
+        ("x.detach().pin_memory()", "step.py:11, x.detach().pin_memory(): pinned memory cannot be told"),
         ("return {}['a']", "step.py:11, return {}['a']: KeyError: 'a'"),
     ],
 )
@@ -172,6 +172,20 @@ def test_the_users_line_is_named(tmp_path, line, said):
     with pytest.raises(UserError) as error:
         measured(tmp_path, STEP.format(line))
     assert said in str(error.value)
+
+
+def test_a_compiled_step_runs_eagerly_and_says_so(tmp_path):
+    body = """
+def train():
+    model, x = torch.compile(nn.Linear(64, 64)), torch.randn(8, 64)
+    @torch.compile(fullgraph=True)
+    def step():
+        model(x).sum().backward()
+    return step
+"""
+    with pytest.warns(UserWarning, match="torch.compile has no effect in a trace"):
+        step = measured(tmp_path, body)
+    assert step.measurement.flops["forward"] == 4 * 2 * 8 * 64 * 64
 
 
 def test_what_is_no_step_is_refused(tmp_path):
