@@ -81,7 +81,7 @@ class StepWatcher(Recorder):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor and its like do their work by further calls, which come here
         if func is torch.ops.aten._pin_memory.default:
-            raise UserError("pinned memory cannot be told from the GPU's in a trace: leave offloading out")
+            raise UserError("a trace cannot tell pinned memory from the GPU's: leave offloading out")
         if self._builds and communicates(func) and not _is_metered(func, args):
             return func(*args, **(kwargs or {}))  # such as the scatter of weights that have no values
         if not self._depth and not self._paused:

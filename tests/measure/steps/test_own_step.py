@@ -94,11 +94,7 @@ def test_the_plain_recorder_sees_the_same(monkeypatch, name):
     step = OwnStep.of(f"{EXAMPLES / name}.py:train")
     cell = spbench.Cell(model=step.name, strategy="own_step", sizes={"dp": 2}, cluster="dgx-h100")
     fast = traced_step.trace_step(step, cell, 1)
-    monkeypatch.setattr(
-        FastRecorder,
-        "__torch_dispatch__",
-        lambda self, *args: Recorder.__torch_dispatch__(self, *args),
-    )
+    monkeypatch.setattr(FastRecorder, "__torch_dispatch__", Recorder.__torch_dispatch__)
     assert traced_step.trace_step(step, cell, 1).trace.same(fast.trace)
 
 
