@@ -6,30 +6,15 @@ from typing import Any
 
 from spbench.bench import measure
 from spbench.bench.command_line.options import refuse_given
-from spbench.bench.command_line.output import Column, Output, Table, memory_table
+from spbench.bench.command_line.output import Output, Table, memory_table
 from spbench.bench.command_line.progress import message, remark
-from spbench.bench.command_line.record_forms import shown_band
+from spbench.bench.command_line.record_forms import RecordForms, shown_band
 from spbench.bench.errors import UserError
-from spbench.bench.units import gib, mib, shown_share, three_digits
+from spbench.bench.units import gib, shown_share, three_digits
 
 #: the options of the command that choose among the cells of a scenario
 _OF_CELLS = ("strategy", "model", "where", "changes", "variant", "batch", "seq_len")
-#: the most lines of what is alive at the peak that a terminal shows
-_MOST = 12
-
-_HELD = (
-    Column("GiB", "bytes", gib),
-    Column("kind", "kind", lambda kind: kind.replace("_", " ")),
-    Column("allocated in", "place"),
-    Column("tensors", "tensors"),
-)
-_SENT = (
-    *(Column(name, name) for name in ("phase", "collective", "axis")),
-    Column("ranks", "group_size"),
-    Column("calls", "count"),
-    Column("MiB of tensors", "payload_bytes", mib),
-    Column("MiB sent by a GPU", "sent_bytes", mib),
-)
+_TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
 def traced_step(
@@ -110,9 +95,9 @@ def _verdict(measured: measure.MeasuredStep, banded: Mapping[str, Any]) -> str:
 def held_table(measured: measure.MeasuredStep) -> Table:
     """What is alive at the peak of the fullest rank, by kind and by the module and line that made it."""
     title = f"Alive at the peak of rank {measured.measurement.peak_rank}"
-    return Table.of(title, _HELD, measured.held(), most=_MOST)
+    return _TABLES.table("held", title, measured.held())
 
 
 def sent_table(measured: measure.MeasuredStep) -> Table:
     """What the rank that sends most sends in a step, by phase, collective and axis."""
-    return Table.of("Communication of a step", _SENT, measured.measurement.communication)
+    return _TABLES.table("sent", "Communication of a step", measured.measurement.communication)
