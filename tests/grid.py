@@ -1,6 +1,7 @@
 """Parameters of tests from YAML files: groups of rows, in which each combination of a row's alternatives is a
 case; tables of parameters, by the name of the test; and tables and texts, by the name of their constant."""
 
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def cases(path: Path) -> list[Any]:
     ``default`` says whether a row is in the default run, or has, by field, the alternatives that are.
     """
     parameters = []
-    for name, group in yaml.safe_load(path.read_text()).items():
+    for name, group in yaml.load(path.read_text(), yaml.CSafeLoader).items():
         for row in group.pop("rows", [{}]):
             fields = {"default": True, **group, **row}
             default = fields.pop("default")
@@ -36,9 +37,10 @@ def cases(path: Path) -> list[Any]:
     return parameters
 
 
-def data(file: str) -> dict[str, Any]:
+@cache
+def data(file: str | Path) -> dict[str, Any]:
     """The tables and texts of the test module ``file`` by name, from the YAML file beside the module."""
-    content: dict[str, Any] = yaml.safe_load(Path(file).with_suffix(".yaml").read_text())
+    content: dict[str, Any] = yaml.load(Path(file).with_suffix(".yaml").read_text(), yaml.CSafeLoader)
     return content
 
 

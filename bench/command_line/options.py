@@ -285,14 +285,16 @@ def body(place: str, *, starts_processes: bool = False) -> Callable[[Command], F
     Args:
         place: the function's module below bench/tools, and its name: "run.step_trace:traced". The function
             gets the values of the options by their names.
-        starts_processes: whether the body runs cells in processes, whose server then shares its imports.
+        starts_processes: whether the body, unless it runs dry, runs cells in processes, whose server then
+            shares its imports.
     """
 
     def with_body(command: Command) -> Function:
         @functools.wraps(command)
         def run(**arguments: Any) -> Any:
             module, _, name = place.partition(":")
-            with measure.beginning_server() if starts_processes else nullcontext():
+            starts = starts_processes and not arguments.get("dry_run")
+            with measure.beginning_server() if starts else nullcontext():
                 imported = importlib.import_module(f"spbench.bench.tools.{module}")
             return getattr(imported, name)(**arguments)
 

@@ -3,7 +3,7 @@ simulated times as text, with their intervals."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, cached_property, wraps
+from functools import cache, cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ class RecordForms:
 
     A form is a mapping whose values are expressions of Jinja, or mappings and lists of these; numbers, null
     and the empty text stand as they are. The names in an expression are the values that a method gets,
-    ``item``, and keys or attributes of the item. :func:`shown_band` and the functions of :mod:`bench.units`
-    are filters, which leave None as it is. A missing value is None; an entry whose name ends with "?" is
-    left out if it is None.
+    ``item``, keys or attributes of the item, and :meth:`record` and :meth:`records` with the same values.
+    :func:`shown_band` and the functions of :mod:`bench.units` are filters, which leave None as it is. A
+    missing value is None; an entry whose name ends with "?" is left out if it is None.
     """
 
     def __init__(self, path: Path):
@@ -39,7 +39,7 @@ class RecordForms:
 
     def record(self, form: str, item: Any = None, **values: Any) -> dict[str, Any]:
         """The record of an item, or of the values alone."""
-        return dict(_filled(self.forms[form], item, {"item": item, **values}))
+        return dict(_filled(self.forms[form], item, self._names(item, values)))
 
     def records(self, form: str, items: Iterable[Any], **values: Any) -> list[dict[str, Any]]:
         """The record of each item."""
@@ -50,7 +50,11 @@ class RecordForms:
         attributes of :class:`Table`."""
         own = dict(self.forms[form])
         line = own.pop("lines")
-        return Table(title, [_filled(line, item, {"item": item, **values}) for item in items], **own)
+        return Table(title, [_filled(line, item, self._names(item, values)) for item in items], **own)
+
+    def _names(self, item: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        further = {"record": partial(self.record, **values), "records": partial(self.records, **values)}
+        return {**further, **values, "item": item}
 
 
 def _filled(part: Any, item: Any, values: Mapping[str, Any]) -> Any:

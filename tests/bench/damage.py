@@ -4,11 +4,11 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.grid import data
 from tests.measure.scenarios.test_heeded import TINY
 from tests.tools.changes.rows import made_up
 
@@ -37,7 +37,7 @@ NASTY: list[Any] = [
     *([], {}, [[]], [0], ["sp", "dp"], [1, "x"], {"": 1}, {"a": {"b": []}}, [None], [float("nan")]),
 ]
 
-_WHOLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_WHOLE = data(__file__)
 SCENARIO: dict[str, Any] = _WHOLE["scenario"]
 CLUSTER: dict[str, Any] = _WHOLE["cluster"]
 CONFIG: dict[str, Any] = {**TINY, "rope_theta": 10000.0}

@@ -12,15 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from spbench.bench.tools.changes.record_command import content_of
 from tests.bench.damage import DUMPS, ROWS, TEXTS, mutated, with_wrong_values
+from tests.grid import data
 from tests.tools.changes.records import cell, commit, record
 from tests.tools.changes.rows import CLAIM, folder
 from tests.tools.jobs.job_inputs import GIVEN, GPUS, INPUTS, JOBS
 
-_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_TABLES: dict[str, Any] = data(__file__)
 SAMPLES = Path(__file__).parents[1] / "tools" / "calibrate" / "samples"
 
 

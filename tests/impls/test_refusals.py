@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.engines.virtual import VirtualEngine
@@ -13,9 +12,10 @@ from spbench.impls.registries import all_backends as backends
 from spbench.impls.registries import all_strategies as strategies
 from spbench.impls.registries import model_preset
 from spbench.impls.strategies.nesting import nesting
+from tests.grid import data
 from tests.measure.verify.attention_model import AttentionModel
 
-REFUSALS: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+REFUSALS: dict[str, list[Any]] = data(Path(__file__).with_name("refusals.yaml"))
 
 
 @pytest.mark.parametrize(("name", "options", "message"), REFUSALS["models"])

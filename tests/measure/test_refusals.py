@@ -16,6 +16,7 @@ from spbench.bench.measure.scenarios import expand
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.tools.papers.answer import load_scenario
 from tests.bench.fakes import SCENARIO
+from tests.grid import data
 from tests.measure.scenarios.test_scenario import RING, changed, scenario_of, write
 from tests.measure.simulator.step_programs import cluster
 from tests.measure.simulator.test_cost_forms import changed as changed_cluster
@@ -70,7 +71,7 @@ KINDS: dict[str, Callable[..., object]] = {
     "figures": figures,
     "steps": lambda folder, options: TrainingOptions(**options),
 }
-REFUSALS = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+REFUSALS = data(Path(__file__).with_name("refusals.yaml"))
 
 
 @pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind in KINDS for row in REFUSALS[kind]])

@@ -94,7 +94,7 @@ OTHERS = {
 }
 
 #: what is drawn of each
-EXPECTED = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text())
+EXPECTED = yaml.load(Path(__file__).with_name("figures.yaml").read_text(), yaml.CSafeLoader)
 CASES = {
     name: Case(*rows, **EXPECTED[name])
     for name, rows in {**OVER_LENGTHS, **OVER_GPUS, **LARGEST, **BARS, **OTHERS}.items()

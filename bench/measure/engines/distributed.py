@@ -39,7 +39,7 @@ SEED = 1
 DEFAULT_LIMIT_S = 1800.0
 #: Gloo's own thread drops its hold on a tensor a moment after the collective has ended; the metered step,
 #: which is not timed, waits for that so that a death is noted when it is due
-_SETTLE_S = 0.002
+SETTLE_S = 0.002
 
 
 class DistributedEngine(Engine):
@@ -129,7 +129,7 @@ def _on_rank(mesh: DeviceMesh, work: Callable[[DeviceMesh, Cell], Any], cell: Ce
 
 def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
     """Measure this rank: memory and communication in a metered step, then the times of further steps."""
-    recorder = Recorder(mesh, settle_s=_SETTLE_S, further=meter_classes(cell.meters))
+    recorder = Recorder(mesh, settle_s=SETTLE_S, further=meter_classes(cell.meters))
     with recorder:
         generator, set_weights = torch.Generator().manual_seed(SEED), partial(initialize, seed=SEED)
         training, inputs = record_step(cell, mesh, recorder, generator, set_weights)

@@ -242,7 +242,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
     ):
         raise impls.Unsupported(
             f"the backend {backend.name} has trained and frozen weights in one flat tensor",
-            "use zero3, or leave lora_rank out",
+            "use zero3, or leave lora_rank or index_n_heads out",
         )
     classes = rank_classes(cell)
     cell_schedule.check_schedule(cell)

@@ -2,8 +2,14 @@
 
 Fake tensors are on the CPU, because a build of torch without CUDA cannot make others. So a step that asks
 for its device, or that writes "cuda" out, gets the CPU's fake tensors.
+
+Attention as a GPU runs it: torch's scaled_dot_product_attention by the fused operators of CUDA.
+
+For the CPU's tensors torch calls operators of the CPU, which no list of what a selective checkpoint keeps
+names, and which torch's context parallelism does not turn into a ring.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
@@ -12,13 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.backends import cuda
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.starting import environment_with
-from spbench.bench.measure.steps.attention import attention_of_gpus
 from spbench.bench.measure.trace import torch_internals
+from spbench.bench.measure.trace.torch_internals import attention_order
 
 #: devices that are played on the CPU, and the CPU with a number, which fake tensors tell from the CPU
 _PLAYED = ("cuda", "xpu", "cpu")
@@ -64,6 +73,12 @@ def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
+def _not_compiled(model: Any = None, **_: Any) -> Any:
+    """The model or function that torch.compile takes, or a decorator that returns it."""
+    warnings.warn("torch.compile has no effect in a trace: the step runs eagerly", stacklevel=2)
+    return (lambda function: function) if model is None else model
+
+
 def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: Any) -> torch.Tensor:
     """A tensor of normal numbers: those of a truncated normal distribution are drawn until all are within
     the bounds, which fake tensors cannot tell."""
@@ -77,7 +92,7 @@ def _on_cpu(call: Callable[..., Any], *, unwatched: bool = False) -> Callable[..
 
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if type(numbers := kwargs.get("_rank_map")) is torch_internals.FakeTensor:
+        if isinstance(numbers := kwargs.get("_rank_map"), torch.Tensor):
             # init_device_mesh has made them in the mode: the numbers of all ranks
             with torch_internals.without_modes():
                 kwargs["_rank_map"] = torch.arange(numbers.numel(), dtype=torch.int)
@@ -108,11 +123,28 @@ def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
 
 @contextmanager
 def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh, list[DeviceMesh]]]:
-    """Within the context, this process is ``rank`` of ``world`` fake ranks, of which ``of_node`` share a
-    node: torch's default group exists, the environment has RANK and its like, and a GPU means the CPU.
+    """Within the context, this process is ``rank`` of ``world`` fake ranks (:func:`rank_of_world`) of
+    torch's default group.
 
     Yields:
         (a mesh of all ranks along dp, the list of the user's meshes as they are made).
+    """
+    with (
+        fake_mesh({"dp": world}, rank) as mesh,
+        attention_of_gpus(),
+        rank_of_world(rank, world, of_node) as made,
+    ):
+        yield mesh, made
+
+
+@contextmanager
+def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -> Iterator[list[DeviceMesh]]:
+    """Within the context, the user's code runs as ``rank`` of ``world`` ranks, of which ``of_node`` share a
+    node: the environment has RANK and its like, torch's default group, which exists, stays as it is, and with
+    ``on_cpu`` a GPU means the CPU.
+
+    Yields:
+        the list of the user's meshes as they are made.
     """
     local = rank % of_node
     environment: dict[str, object] = {
@@ -123,24 +155,29 @@ def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh
     }
     environment |= {"LOCAL_WORLD_SIZE": min(of_node, world), "MASTER_ADDR": "localhost"}
     made: list[DeviceMesh] = []
+    torch_internals.forget_shardings()
     with ExitStack() as stack:
         stack.enter_context(environment_with({name: str(value) for name, value in environment.items()}))
-        mesh = stack.enter_context(fake_mesh({"dp": world}, rank))
         for owner in (dist, dist.distributed_c10d):
             nothing = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
             stack.enter_context(torch_internals.replaced(owner, nothing))
         stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(made)))
-        for owner, names in _devices(local).items():
+        for owner, names in _devices(local).items() if on_cpu else ():
             stack.enter_context(torch_internals.replaced(owner, names))
-        stack.enter_context(attention_of_gpus())
-        stack.enter_context(torch_internals.around_backward(_in_backward))
-        stack.enter_context(OnCpu())
-        yield mesh, made
+        if on_cpu:
+            stack.enter_context(torch_internals.around_backward(_in_backward))
+            stack.enter_context(OnCpu())
+        yield made
 
 
 def _of_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
     """A call of a function of torch.cpu, as the recorder has replaced it."""
     return getattr(torch.cpu, name)(*args, **kwargs)
+
+
+def _made_by_cpu(name: str, _: type, *args: Any, **kwargs: Any) -> Any:
+    """An instance of a class of torch.cpu, in place of one of a class of torch.cuda."""
+    return _of_cpu(name, *args, **kwargs)
 
 
 def _no_bytes(name: str, *_: Any) -> int:
@@ -158,10 +195,9 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
         "is_available": lambda: False,
         "set_device": nothing(),
         "current_device": lambda: local,
-        **{
-            name: partial(_of_cpu, name)
-            for name in ("Stream", "Event", "current_stream", "stream", "synchronize")
-        },
+        **{name: partial(_of_cpu, name) for name in ("current_stream", "stream", "synchronize")},
+        # classes, because annotations name them
+        **{name: type(name, (), {"__new__": partial(_made_by_cpu, name)}) for name in ("Stream", "Event")},
         **{name: nothing() for name in ("empty_cache", "reset_peak_memory_stats")},
         **{name: partial(_no_bytes, name) for name in _STATISTICS},
     }
@@ -172,6 +208,7 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
         "synchronize": nothing(),
     }
     return {
+        torch: {"compile": _not_compiled},
         torch.cuda: of_cuda,
         torch.accelerator: of_accelerator,
         torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},
@@ -222,3 +259,77 @@ def axes_of(meshes: Sequence[DeviceMesh], world: int) -> dict[str, str]:
             if group is not None:
                 axes[group.group_name] = dim
     return axes
+
+
+_ATEN = torch.ops.aten
+_FUSED = {
+    SDPBackend.CUDNN_ATTENTION: _ATEN._scaled_dot_product_cudnn_attention,
+    SDPBackend.EFFICIENT_ATTENTION: _ATEN._scaled_dot_product_efficient_attention,
+}
+#: the largest head size of flash attention and cuDNN
+_MOST_FEATURES = 256
+
+
+def kernel_of(q: Tensor, k: Tensor, v: Tensor, masked: bool, shared: bool) -> SDPBackend:
+    """The kernel that torch takes on an NVIDIA GPU, the first in its order that is enabled and takes such
+    tensors (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+
+    Args:
+        q, k, v: [B, Z, L, A]; k and v may have fewer heads if they are ``shared``.
+    """
+    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= _MOST_FEATURES
+    usable = {
+        SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled()
+        and half
+        and not masked
+        and q.shape[-1] == v.shape[-1],
+        SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled() and half,
+        SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled() and not shared,
+        SDPBackend.MATH: True,
+    }
+    return next(each for each in attention_order() if usable.get(each))
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The output of scaled_dot_product_attention, whose arguments these are."""
+    whole = q.dim() == k.dim() == v.dim() == 4
+    shared = whole and enable_gqa and k.shape[1] != q.shape[1]
+    kernel = kernel_of(q, k, v, mask is not None, shared) if whole else SDPBackend.MATH
+    output: Tensor
+    if kernel == SDPBackend.FLASH_ATTENTION:
+        output, *_ = _ATEN._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)
+    elif kernel in _FUSED:
+        if mask is not None:
+            if mask.dtype == torch.bool:  # the kernels add the mask to the scores
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
+            mask = mask.expand(*q.shape[:3], k.shape[2])
+        kept = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        output, *_ = _FUSED[kernel](q, k, v, mask, kept, dropout, causal, scale=scale)
+    else:
+        further = {"scale": scale, "enable_gqa": enable_gqa}
+        output, *_ = _ATEN._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, **further)
+    return output
+
+
+@contextmanager
+def attention_of_gpus() -> Iterator[None]:
+    """Within the context, scaled_dot_product_attention of the CPU's tensors calls CUDA's operators, which
+    only fake tensors can take. torch's dispatcher calls them, because a mode of torch's functions does not
+    see what runs within other functions of torch, for example a recomputation in backward."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for key in ("AutogradCPU", "CPU"):
+            library.impl("scaled_dot_product_attention", _attention, key)
+        yield
+    finally:
+        library._destroy()

@@ -1,35 +1,59 @@
-"""The measurement of a user's step: the row of a cell, whose model is the step."""
+"""The measurement of a user's step: the row of a cell, whose model is the step.
+
+A user's step on real ranks, of this machine or under torchrun: the meters that watch fake ranks watch its
+first steps, so that virtual numbers can be held against real ones, and further steps are timed.
+"""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Collection, Mapping
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.card_kernels import RatesUnknown
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.distributed import SETTLE_S, launch
 from spbench.bench.measure.engines.plan import Plan, RankClass
 from spbench.bench.measure.engines.rank_memory import limit_by_host
 from spbench.bench.measure.engines.setup import workspace_bytes
-from spbench.bench.measure.engines.step_times import add_parts, add_rates, share_of_peak
+from spbench.bench.measure.engines.step_times import (
+    add_parts,
+    add_rates,
+    add_timed_steps,
+    remark,
+    share_of_peak,
+)
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.engines.virtual import largest
 from spbench.bench.measure.memory.allocator import rounded
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.simulator.message_matching import Deadlock
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.bench.measure.steps.step_file import Build, OwnStep
-from spbench.bench.measure.steps.traced_step import StepClasses, precision_of, rank_classes
+from spbench.bench.measure.steps.fake_world import rank_of_world
+from spbench.bench.measure.steps.step_file import Build, OwnStep, named_lines
+from spbench.bench.measure.steps.step_recorder import StepWatcher
+from spbench.bench.measure.steps.traced_step import (
+    StepClasses,
+    StepTrace,
+    precision_of,
+    rank_classes,
+    record_steps,
+)
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile
 from spbench.bench.measure.sweep.sweep import as_row, digest
+from spbench.bench.measure.trace.memory_log import CATEGORIES
 from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measure.trust.fit_certainty import NO, Certainty, certainty
 from spbench.bench.measurement import Measurement, Outcome
@@ -44,6 +68,12 @@ class _OwnPlan(Plan):
         self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
     ) -> list[dict[str, Any]]:
         return []
+
+
+def plan_of(cell: Cell, ranks: Sequence[Sequence[int]]) -> Plan:
+    """The plan of a step's cell; ``ranks`` are those of each class."""
+    classes = [RankClass(Stage(), {}, tuple(each)) for each in ranks]
+    return _OwnPlan(classes, [[] for _ in classes], cell.mesh_sizes)
 
 
 @dataclass(frozen=True)
@@ -68,7 +98,17 @@ class MeasuredStep:
         """Memory, communication and, if the cluster has rates and the step fits, the simulated time."""
         capacity = load_cluster(self.cell.cluster).usable_memory_bytes
         traces = [self._with_workspaces(each.trace) for each in self.classes.traced]
-        by_rank = [trace.measurement(capacity, self._planned) for trace in traces]
+        measured = self.merged([trace.measurement(capacity, self._planned) for trace in traces])
+        if measured.status == "ok":
+            try:
+                self._add_time(measured)
+            except RatesUnknown as error:
+                measured.reason = f"no time: {error}"
+        return measured
+
+    def merged(self, by_rank: Sequence[Measurement]) -> Measurement:
+        """The measurement of all ranks from those of each class: the communication is that of the rank that
+        sends most, the memory that of the fullest rank."""
         most = max(by_rank, key=lambda m: sum(entry["sent_bytes"] for entry in m.communication))
         changes = {
             "by_class": [entry for m in by_rank for entry in m.by_class],
@@ -76,13 +116,7 @@ class MeasuredStep:
             "unpriced_operators": {name: n for m in by_rank for name, n in m.unpriced_operators.items()},
         }
         measured = largest(by_rank).model_copy(update=changes)
-        measured = limit_by_host(measured, self.cell, by_rank, self._planned)
-        if measured.status == "ok":
-            try:
-                self._add_time(measured)
-            except RatesUnknown as error:
-                measured.reason = f"no time: {error}"
-        return measured
+        return limit_by_host(measured, self.cell, by_rank, self._planned)
 
     def _add_time(self, measured: Measurement) -> None:
         """Set the simulated step time with its parts. The FLOPs of the model are three times those of forward
@@ -98,8 +132,7 @@ class MeasuredStep:
 
     @cached_property
     def _planned(self) -> Plan:
-        classes = [RankClass(Stage(), {}, tuple(ranks)) for ranks in self.classes.ranks]
-        return _OwnPlan(classes, [[] for _ in classes], self.cell.mesh_sizes)
+        return plan_of(self.cell, self.classes.ranks)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -116,6 +149,8 @@ class MeasuredStep:
             return Simulator(programs, self.classes.ranks, cluster, self.cell.precision, parameters)()
         except Deadlock as error:
             raise UserError(f"{self.step.name} never ends: {error}") from error
+        except RatesUnknown:
+            raise
         except ValueError as error:
             raise UserError(f"{self.step.name}: {error}") from error
 
@@ -128,14 +163,10 @@ class MeasuredStep:
         log = self._with_workspaces(next(fullest)).memory
         live = log.levels(sizes := rounded(np.asarray(log.sizes, dtype=np.int64))).live
         at = log.step_start + int(np.argmax(live[log.step_start :]))
-        kinds, nbytes, tensors = log.categories(), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for number in np.flatnonzero(log.alive_after(at)).tolist():
-            part = kinds[number], log.place_names[log.places[number]]
-            nbytes[part] += int(sizes[number])
-            tensors[part] += 1
+        kinds = np.asarray([CATEGORIES.index(kind) for kind in log.categories()])
         return [
-            {"bytes": of, "kind": part[0], "place": part[1], "tensors": tensors[part]}
-            for part, of in nbytes.most_common()
+            {"bytes": nbytes, "kind": CATEGORIES[kind], "place": place, "tensors": tensors}
+            for kind, place, nbytes, tensors in log.parts_after(at, sizes, kinds)
         ]
 
     def _with_workspaces(self, trace: Trace) -> Trace:
@@ -167,6 +198,12 @@ class MeasuredStep:
         return verdict is None or verdict.word != NO
 
 
+def cell_of(own: OwnStep, world_size: int, cluster: str) -> Cell:
+    """The cell of a step on so many ranks."""
+    settings: Mapping[str, Any] = {"model": own.name, "strategy": OWN_STEP, "sizes": {"dp": world_size}}
+    return Cell.model_validate({**settings, "cluster": cluster})
+
+
 def measured_step(
     step: str | Build, world_size: int, cluster: str, ranks: Collection[int] | None = ()
 ) -> MeasuredStep:
@@ -185,8 +222,7 @@ def measured_step(
     own = OwnStep.of(step)
     if absent := [rank for rank in ranks or () if not 0 <= rank < world_size]:
         raise UserError(f"rank {absent[0]}: the step has ranks 0 to {world_size - 1}")
-    settings: Mapping[str, Any] = {"model": own.name, "strategy": OWN_STEP, "sizes": {"dp": world_size}}
-    cell = Cell.model_validate({**settings, "cluster": cluster})
+    cell = cell_of(own, world_size, cluster)
     classes = rank_classes(own, cell, ranks)
     precision = precision_of([each.trace for each in classes.traced])
     # torch reads either name, also from a step that sets it
@@ -194,3 +230,65 @@ def measured_step(
     conf = next(filter(None, map(os.environ.get, variables)), None)
     training = {"training": {"cuda_alloc_conf": conf}, "precision": precision}
     return MeasuredStep(own, Cell.model_validate({**cell.model_dump(), **training}), classes)
+
+
+@dataclass(frozen=True)
+class RealStep(MeasuredStep):
+    """The measurement of a user's step on real ranks.
+
+    Attributes:
+        by_rank: the measurement of each rank. Peaks are those of torch's allocator on GPUs, and those that
+            the meters count on CPUs.
+    """
+
+    by_rank: Sequence[Measurement] = ()
+
+    @cached_property
+    def measurement(self) -> Measurement:
+        measured = self.merged(self.by_rank)
+        measured.ranks = [entry for each in self.by_rank for entry in each.ranks]
+        measured.reason = measured.reason or remark(measured.ranks)
+        measured.step_time_samples_s = self.by_rank[0].step_time_samples_s
+        measured.step_time_s = statistics.median(measured.step_time_samples_s)
+        return measured
+
+
+def real_step(step: str, world_size: int, cluster: str, device: str) -> RealStep:
+    """Measure the step "FILE.py:FUNCTION" on so many real ranks.
+
+    Args:
+        cluster: the cluster of which the ranks are, for its cards' memory.
+        device: "cpu" or "cuda".
+
+    Raises:
+        UserError: the step raises; names the user's line. Unavailable: there are too few ranks or GPUs.
+    """
+    own = OwnStep.of(step)
+    cell = cell_of(own, world_size, cluster).model_copy(update={"engine": "distributed", "device": device})
+    try:
+        answers = launch(cell, partial(on_rank, os.path.abspath(step)))
+    except RankError as error:
+        raise UserError(error.reason) from error
+    traced = [trace for trace, _ in answers.values()]
+    ranks = [*range(world_size)]
+    return RealStep(
+        own, cell, StepClasses(traced, [[n] for n in ranks], ranks), [m for _, m in answers.values()]
+    )
+
+
+def on_rank(path: str, mesh: DeviceMesh, cell: Cell) -> tuple[StepTrace, Measurement]:
+    """Measure this rank: memory and communication of metered steps, then the times of further steps."""
+    rank, world, own = dist.get_rank(), mesh.size(), OwnStep.of(path)
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    with (
+        rank_of_world(rank, world, of_node, on_cpu=cell.device == "cpu") as meshes,
+        named_lines(own.name),
+    ):
+        build, recorder = partial(own.built, own.load()), StepWatcher(mesh, settle_s=SETTLE_S)
+        with no_cyclic_collection(), recorder:
+            run, sizes, parameters = record_steps(build, recorder, meshes, world)
+        trace = Trace.of(cell, rank, recorder)
+        metered = trace.measurement(None, plan_of(cell, [[rank]]))
+        return StepTrace(trace, sizes, parameters), add_timed_steps(
+            metered, rank, run, cell.timing, cell.device
+        )

@@ -76,6 +76,17 @@ class OwnStep:
             raise UserError(f"{path} cannot be read: {error}") from error
         return cls(f"{path.name}:{parts['function']}", source, lambda: _function(path, parts["function"]))
 
+    def built(self, build: Build) -> Step:
+        """The callable that does one step, of the function that builds it.
+
+        Raises:
+            UserError: the function returns none.
+        """
+        step = build()
+        if not callable(step):
+            raise UserError(f"{self.name} returns {type(step).__name__}, and not a callable for one step")
+        return step
+
     @property
     def digest(self) -> str:
         """A digest of the file's content."""
@@ -107,18 +118,20 @@ def _function(path: Path, name: str) -> Build:
 
 
 @cache
-def is_users(file: str) -> bool:
-    """Whether a file is the user's code, or of a package, and not of torch, of spbench or of Python."""
-    real = os.path.realpath(file)
+def users_file(path: str) -> str:
+    """The name of a file if it is the user's code, or of a package; "" if it is torch's, spbench's or
+    Python's own."""
+    real = os.path.realpath(path)
     of_python = real.startswith(_PYTHON) and "-packages" not in real
-    return os.path.isfile(file) and not of_python and not real.startswith(_OTHERS)
+    is_users = os.path.isfile(path) and not of_python and not real.startswith(_OTHERS)
+    return os.path.basename(path) if is_users else ""
 
 
 def line_of(frame: Any) -> str:
     """The line of the user's innermost code that a frame runs in, as "step.py:31"; "" if there is none."""
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if name := users_file(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -151,17 +164,15 @@ def named_lines(name: str) -> Iterator[None]:
     except (StepError, Unsupported, KeyboardInterrupt):
         raise
     except BaseException as error:
-        frames = [each for each in traceback.extract_tb(error.__traceback__) if is_users(each.filename)]
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if users_file(each.filename)]
+        places = [f"{users_file(each.filename)}:{each.lineno}" for each in frames]
         if isinstance(error, SyntaxError) and error.filename:
             where = f"{os.path.basename(error.filename)}:{error.lineno}"
         elif frames:
-            own = next(
-                (each for each in reversed(frames) if os.path.basename(each.filename) in name), frames[-1]
-            )
-            inner = frames[-1]
-            where = f"{os.path.basename(own.filename)}:{own.lineno}, {own.line}"
-            if inner is not own:
-                where += f" (in {os.path.basename(inner.filename)}:{inner.lineno})"
+            of_file = (n for n in reversed(range(len(frames))) if users_file(frames[n].filename) in name)
+            own = next(of_file, -1)
+            where = f"{places[own]}, {frames[own].line}"
+            where += f" (in {places[-1]})" if places[-1] != places[own] else ""
         elif isinstance(error, (UserError, SystemExit)):
             where = name
         else:

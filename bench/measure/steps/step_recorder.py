@@ -7,22 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from spbench.bench.errors import UserError
 from spbench.bench.measure.steps.step_file import line_of
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.memory import ModuleCalls
 from spbench.bench.measure.trace.meter import communicates, communication_of
-from spbench.bench.measure.trace.recorder import BETWEEN_TWO, FastRecorder
+from spbench.bench.measure.trace.recorder import BETWEEN_TWO, FastRecorder, Recorder
 
 #: phases that another forward of the step may follow
 _AFTER_FORWARD = ("backward", "gradient_sync")
+#: kinds of tensors that operators have as they are
+_PLAIN = (torch_internals.FakeTensor, Tensor, nn.Parameter)
 
 
 class UserPlaces(ModuleCalls):
@@ -59,18 +62,13 @@ class UserPlaces(ModuleCalls):
             self._lines.append(line)
 
 
-class StepRecorder(FastRecorder):
-    """A :class:`FastRecorder` of a step that declares nothing: forward begins with the step, and with the
+class StepWatcher(Recorder):
+    """A :class:`Recorder` of a step that declares nothing: forward begins with the step, and with the
     first autograd node or module after a backward; the optimizer's phase with the step of an optimizer;
-    between backward and the optimizer is gradient_sync.
+    between backward and the optimizer is gradient_sync."""
 
-    Args:
-        mode: the FakeTensorMode that is entered around this recorder.
-        mesh: a mesh of all ranks.
-    """
-
-    def __init__(self, mode: torch_internals.FakeTensorMode, mesh: DeviceMesh):
-        super().__init__(mode, mesh, events=True)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.places = self.memory.modules = UserPlaces()
         self.memory.log.place_names = self.places.names
         self._phase, self._node, self._builds = "", 0, False
@@ -80,8 +78,10 @@ class StepRecorder(FastRecorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(kind is not torch_internals.FakeTensor for kind in types):
+        if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor and its like do their work by further calls, which come here
+        if func is torch.ops.aten._pin_memory.default:
+            raise UserError("a trace cannot tell pinned memory from the GPU's: leave offloading out")
         if self._builds and communicates(func) and not _is_metered(func, args):
             return func(*args, **(kwargs or {}))  # such as the scatter of weights that have no values
         if not self._depth and not self._paused:
@@ -199,6 +199,10 @@ class StepRecorder(FastRecorder):
 
     def _tag(self, category: str, *tensors: Tensor) -> None:
         self.memory.tag(map(local, tensors), category, keep=category == "optimizer_state")
+
+
+class StepRecorder(StepWatcher, FastRecorder):
+    """A :class:`StepWatcher` of fake tensors; its arguments are those of :class:`FastRecorder`."""
 
 
 def _is_metered(func: Any, args: Sequence[Any]) -> bool:

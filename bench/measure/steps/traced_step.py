@@ -6,21 +6,23 @@ ranks of every coordinate are traced.
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.simulator.program import MATMUL, PRECISION_NAMES
 from spbench.bench.measure.steps.fake_world import axes_of, fake_world, mesh_of
-from spbench.bench.measure.steps.step_file import OwnStep, named_lines
-from spbench.bench.measure.steps.step_recorder import StepRecorder
+from spbench.bench.measure.steps.step_file import Build, OwnStep, Step, named_lines
+from spbench.bench.measure.steps.step_recorder import StepRecorder, StepWatcher
 from spbench.bench.measure.trace import torch_internals
 
 #: steps that are traced; the last counts, because the first makes the optimizer's state
@@ -59,27 +61,33 @@ def trace_step(step: OwnStep, cell: Cell, rank: int) -> StepTrace:
         torch.random.fork_rng(devices=[]),
         no_cyclic_collection(),
     ):
-        recorder = StepRecorder(mode, mesh)
-        assert recorder.events is not None
+        recorder = StepRecorder(mode, mesh, events=True)
         cache = torch_internals.disable_fake_tensor_cache(mode)
         build = step.load()  # unseen, because modules are imported once, for the first rank
         with mode, recorder, cache, torch_internals.too_large_unsupported(), named_lines(step.name):
-            with recorder.building():
-                run = build()
-            if not callable(run):
-                raise UserError(
-                    f"{step.name} returns {type(run).__name__}, and not a callable that does one step"
-                )
-            parameters = recorder.tag_built()
-            for number in range(1, STEPS + 1):
-                recorder.communication.axes.update(axes_of(meshes, world))
-                groups = [*torch_internals.groups_of_process().values()]
-                recorder.events.on_mesh(sizes := mesh_of(groups, world))
-                with recorder.step(last=number == STEPS), torch_internals.static_pipelines():
-                    run()
-                recorder.tag_made()
+            run, sizes, parameters = record_steps(partial(step.built, build), recorder, meshes, world)
             del run
         return StepTrace(Trace.of(cell, rank, recorder), sizes, parameters)
+
+
+def record_steps(
+    build: Build, recorder: StepWatcher, meshes: Sequence[DeviceMesh], world: int
+) -> tuple[Step, tuple[int, ...], int]:
+    """Build a step and run it :data:`STEPS` times under an entered recorder; returns (the step, the mesh and
+    the parameters of :class:`StepTrace`)."""
+    with recorder.building():
+        run = build()
+    parameters = recorder.tag_built()
+    for number in range(1, STEPS + 1):
+        recorder.communication.axes.update(axes_of(meshes, world))
+        sizes = mesh_of([*torch_internals.groups_of_process().values()], world)
+        if recorder.events is not None:
+            recorder.events.on_mesh(sizes)
+        fixed = nullcontext() if recorder.events is None else torch_internals.static_pipelines()
+        with recorder.step(last=number == STEPS), fixed:
+            run()
+        recorder.tag_made()
+    return run, sizes, parameters
 
 
 def precision_of(traces: Sequence[Trace]) -> str:
@@ -144,7 +152,7 @@ def rank_classes(step: OwnStep, cell: Cell, ranks: Collection[int] | None = ()) 
     along = []
     for axis, size in enumerate(mesh):
         line = np.moveaxis(numbers, axis, 0).reshape(size, -1)[:, 0].tolist()
-        few = sorted({1, size // 2, size - 1} & {*range(1, size)})
+        few = sorted({size // 2, size - 1} - {0})
         same = all(class_of(line[n]) == of_rank[0] for n in few)
         along.append([0] if same else _coordinates(size))
     program_of = np.zeros(world, dtype=np.int64)

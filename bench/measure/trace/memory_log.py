@@ -157,6 +157,22 @@ class MemoryLog:
         alive[-until[until < 0] - 1] = False  # each storage is born once and dies once, after that
         return alive
 
+    def parts_after(
+        self, event: int, nbytes: np.ndarray, kinds: np.ndarray
+    ) -> list[tuple[int, str, int, int]]:
+        """What is alive after an event, by kind and place: (number of the kind, name of the place, bytes,
+        storages), the most bytes first.
+
+        Args:
+            nbytes, kinds: [storages]: the bytes of each storage, and the number of its kind.
+        """
+        alive, names = self.alive_after(event), self.place_names or [""]
+        places = np.asarray(self.places or [0] * len(nbytes))
+        of_both = (kinds * len(names) + places)[alive]
+        sums, counts = np.bincount(of_both, weights=nbytes[alive]), np.bincount(of_both)
+        order = (int(n) for n in np.argsort(-sums, kind="stable") if sums[n])
+        return [(n // len(names), names[n % len(names)], int(sums[n]), int(counts[n])) for n in order]
+
     def categories(self) -> list[str]:
         """The category of each storage: its tag; else "activations" if a forward made the storage and left it
         alive; else "temporaries"."""

@@ -95,6 +95,11 @@ def around_shapes_of_dtensors(context: Callable[[], AbstractContextManager[None]
         yield
 
 
+def forget_shardings() -> None:
+    """Empty DTensor's cache of shardings, which has meshes of earlier worlds, whose groups are gone."""
+    import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+
+
 @contextmanager
 def static_pipelines() -> Iterator[None]:
     """Within the context, the stages of a torch.distributed.pipelining schedule hold no vote on who knows the

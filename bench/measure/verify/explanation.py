@@ -9,8 +9,8 @@ import sys
 import sysconfig
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.stacks import RankError
@@ -150,10 +151,18 @@ def _error(error: float, limit: float) -> str:
 
 
 def logged(mesh: DeviceMesh, run: Callable[..., Any], case: Any, folder: str) -> None:
-    """Run a case on this rank, and write each of its collectives into a file of the folder before the call.
-    The file's last line says that the rank has come to the end."""
-    with Path(folder, str(dist.get_rank())).open("w", buffering=1, encoding="utf-8") as file, _Log(file):
+    """Run a case on this rank with :func:`logging_calls` into the folder."""
+    with logging_calls(folder):
         run(mesh, case)
+
+
+@contextmanager
+def logging_calls(folder: str | Path) -> Iterator[None]:
+    """Within the context, this rank writes each collective into its file of the folder before the call. The
+    file's last line says that the context has ended without an error."""
+    with Path(folder, str(dist.get_rank())).open("w", buffering=1, encoding="utf-8") as file:
+        with _Log(file):
+            yield
         file.write("{}\n")
 
 
@@ -165,7 +174,12 @@ class _Log(TorchDispatchMode):
         self.file = file
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (call := communication_of(func, args)) is not None:
+        if DTensor in types:  # which communicates by further calls
+            return NotImplemented
+        call = None
+        with suppress(NotImplementedError):  # a call whose bytes are not known
+            call = communication_of(func, args)
+        if call is not None:
             ranks = dist.get_process_group_ranks(call.group)
             line = {"name": call.collective, "bytes": call.payload_bytes, "ranks": ranks, "at": _caller()}
             self.file.write(json.dumps(line) + "\n")
@@ -203,6 +217,13 @@ def unequal_calls(folder: Path) -> str:
                 where = f"call {number + 1} of ranks {', '.join(map(str, group))}"
                 return f"unequal collectives ({where}): {', '.join(what)}"
     return ""
+
+
+def failed_calls(folder: Path) -> str:
+    """A sentence on the collectives in which ranks differ, or on each rank's last; "" if there is none."""
+    last = {int(file.name): calls for file in sorted(folder.iterdir()) if (calls := _read(file))}
+    ends = [f"rank {rank} {_said(calls[-1] or None, calls)}" for rank, calls in sorted(last.items())]
+    return unequal_calls(folder) or (f"last calls: {', '.join(ends)}" if ends else "")
 
 
 def _read(file: Path) -> list[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ significant. The change's place has a confidence set by likelihood ratio (Hansen
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,9 +41,6 @@ _LEAST_NOISE = 1e-3
 #: the Hampel filter's window, in values, and the number of standard deviations beyond which it clips a value
 _WINDOW, _OUTLYING = 5, 3.0
 
-#: the ratio of normal noise's standard deviation to its median absolute deviation
-_NORMAL = 1.4826
-
 
 @dataclass(frozen=True)
 class ChangePoint:
@@ -68,9 +66,9 @@ def change_points(values: Sequence[float]) -> list[ChangePoint]:
     if len(values) < 2 * MINIMUM_LENGTH or min(values) <= 0:
         return []
     logs = np.log(np.asarray(values, dtype=float))  # so that noise and effects are relative
-    differences = np.diff(logs)  # the deviation of differences is that of independent noise times sqrt(2)
-    deviation = np.median(np.abs(differences - np.median(differences)))
-    noise = max(float(_NORMAL * deviation / math.sqrt(2)), _LEAST_NOISE)
+    # the deviation of differences is that of independent noise times sqrt(2)
+    deviation = scipy.stats.median_abs_deviation(np.diff(logs), scale="normal") / math.sqrt(2)
+    noise = max(float(deviation), _LEAST_NOISE)
     logs = _without_outliers(logs, noise)
     if np.ptp(logs) < math.log1p(MINIMUM_EFFECT):
         return []
@@ -113,11 +111,10 @@ def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
     effect = abs(right.mean() - left.mean())
     if effect < math.log1p(MINIMUM_EFFECT):
         return 1.0
-    n = len(left) + len(right)
-    variance = (_squares(left) + _squares(right)) / (n - 2)
-    error = math.sqrt(variance * (1 / len(left) + 1 / len(right)))
-    both_tails_of_student = float(2 * scipy.special.stdtr(n - 2, -effect / max(error, 1e-12)))
-    return min(1.0, n * both_tails_of_student)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns if all values of a side are equal
+        p = float(scipy.stats.ttest_ind(left, right).pvalue)
+    return min(1.0, (len(left) + len(right)) * p)
 
 
 def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangePoint]:

@@ -10,12 +10,11 @@ import click
 
 from spbench.bench.command_line.options import printed
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.tools.changes.history import Assessment, History, Target, counts, read_history
+from spbench.bench.tools.changes.metrics import TABLES
 from spbench.bench.tools.changes.series import Series, Step
 from spbench.plots.series import grouped
 
-TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: so many series or fewer are shown commit by commit; an overview of so many or fewer has quiet series too
 _IN_FULL, _AT_A_GLANCE = 3, 20
 
@@ -231,10 +230,5 @@ def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
 def _content(assessment: Assessment) -> dict[str, Any]:
     """A series with its points, steps and targets, as JSON content."""
     missed = assessment.missed
-    return TABLES.record(
-        "content",
-        assessment,
-        points=TABLES.records("point", assessment.series.points),
-        steps=TABLES.records("step", assessment.steps, is_finite=math.isfinite),
-        targets=[{"value": target.value, "missed": target in missed} for target in assessment.targets],
-    )
+    targets = [{"value": target.value, "missed": target in missed} for target in assessment.targets]
+    return TABLES.record("content", assessment, targets=targets, is_finite=math.isfinite)

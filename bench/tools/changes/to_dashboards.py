@@ -2,21 +2,28 @@
 exports.yaml says what it holds."""
 
 import json
-from collections.abc import Iterator
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
 from spbench.bench.measure import with_band
+from spbench.bench.row import FAULTS, Row
 from spbench.bench.tools.changes.export_command import (
     FORMS,
+    WITH_VALUES,
     Exported,
     ExportedValue,
     ExportRequest,
     integral,
 )
-from spbench.bench.tools.changes.metrics import readings
+from spbench.bench.tools.changes.judgement import Suite
+from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.units import MIB
 from spbench.impls import world_ranks
 from spbench.plots.series import grouped
@@ -136,3 +143,158 @@ def _benchmarks(request: ExportRequest) -> Iterator[dict[str, Any]]:
         others = {name: integral(reading.value) for name, reading in numbers if name not in _TIMES}
         of_samples = stats.as_dict() | {"data": stats.data, "iterations": 1}
         yield FORMS.record("pytest-benchmark entry", **value.about, others=others, stats=of_samples)
+
+
+#: asv's versions of results and benchmarks.json (asv.results.Results.api_version), and of machine.json
+RESULTS_VERSION, MACHINE_VERSION = 2, 1
+#: version of a benchmark's meaning: asv shows only results of the version in benchmarks.json
+BENCHMARK_VERSION = "1"
+BENCHMARKS_FILE = "benchmarks.json"
+ANY_MACHINE = "any"
+
+COLUMNS = (
+    *("result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b"),
+    *("stats_q_25", "stats_q_75", "stats_number", "stats_repeat", "samples", "profile"),
+)
+
+Benchmarks = dict[str, dict[str, Any]]
+
+
+class _Entry(NamedTuple):
+    """A metric of a cell; ``reading`` is None where the metric has no value."""
+
+    row: Row
+    metric: Metric
+    reading: Reading | None
+
+
+def _to_asv(request: ExportRequest) -> Exported:
+    """machine.json of each machine, benchmarks.json and, last, the results of each commit.
+
+    A benchmark is SUITE.STRATEGY.METRIC with the cells as the values of its one parameter. Exact numbers
+    belong to a machine called "any", so that their lines do not break where another machine runs the same
+    code; measured numbers belong to their host. Each export adds to the folder: a commit is a file, and
+    benchmarks.json grows by the cells that are new. asv has no directions: it takes every increase for a
+    regression.
+
+    Raises:
+        UserError: no cell has a value, git does not know a commit in the results' folder, or the
+            benchmarks.json in the output folder cannot be read.
+    """
+    request.values()
+    files: dict[str, str] = {}
+    results: dict[str, str] = {}
+    benchmarks = _read_benchmarks(request.output / BENCHMARKS_FILE) if request.output else {}
+    for suite in request.suites:
+        by_place = defaultdict(list)
+        for row in suite.rows:
+            origin = suite.origin(row)
+            machine = ANY_MACHINE if has_exact_engine(row) else origin.host or "unknown"
+            by_place[machine, origin.commit].append(row)
+        for (machine, commit), rows in by_place.items():
+            origin = suite.origin(rows[-1])
+            entries = _by_benchmark(suite, rows, benchmarks)
+            about = FORMS.record(
+                "asv machine", machine=machine, facts={} if machine == ANY_MACHINE else origin.machine
+            )
+            files[f"{machine}/machine.json"] = _json(about, MACHINE_VERSION)
+            content = FORMS.record(
+                "asv results",
+                suite=suite,
+                origin=origin,
+                machine=machine,
+                commit=commit,
+                time=_commit_time_s(commit, suite),
+                columns=COLUMNS,
+                benchmarks={name: _columns(cells) for name, cells in entries.items()},
+            )
+            results[f"{machine}/{commit[:8]}-{suite.name}.json"] = _json(content, RESULTS_VERSION)
+    files[BENCHMARKS_FILE] = _json(benchmarks, RESULTS_VERSION)
+    return Exported({**files, **results}, request.left_out())
+
+
+export_asv = _to_asv
+"""airspeed velocity (asv): a results folder, version 2, for `asv publish`."""
+
+
+def _commit_time_s(commit: str, suite: Suite) -> int:
+    seconds = commit_time_s(commit, suite.path) if commit else None
+    if seconds is None:
+        raise UserError(
+            f"{suite.name}: asv shows results by commit, and git knows no commit {commit or '(none)'} here; "
+            "export in the checkout that was measured, or name the commit by --commit"
+        )
+    return seconds
+
+
+def _entries(row: Row) -> Iterator[_Entry]:
+    """The metrics of a cell that have a value, and always peak memory, which shows cells without a value."""
+    values = readings(row) if row["status"] in WITH_VALUES else {}
+    for metric in METRICS:
+        if metric.name in values or metric.name == "peak_memory_bytes":
+            yield _Entry(row, metric, values.get(metric.name))
+
+
+def _by_benchmark(suite: Suite, rows: Sequence[Row], benchmarks: Benchmarks) -> dict[str, list[_Entry]]:
+    """The metrics of cells by benchmark name; new benchmarks and cells are added to ``benchmarks``."""
+    by_name: dict[str, list[_Entry]] = defaultdict(list)
+    for entry in (entry for row in rows for entry in _entries(row)):
+        row, metric, reading = entry
+        unit = reading.unit if reading else metric.unit
+        quantity = metric.name if metric.unit else f"{metric.name}_{unit}"
+        name = f"{suite.name}.{row['cell'].get('strategy') or row['key']}.{quantity}"
+        if name not in benchmarks:
+            of_metric = {"metric": metric, "unit": unit, "version": BENCHMARK_VERSION}
+            benchmarks[name] = FORMS.record("asv benchmark", name=name, **of_metric)
+        of_cells = benchmarks[name]["params"][0]
+        if row["key"] not in of_cells:
+            of_cells.append(row["key"])
+        by_name[name].append(entry)
+    return by_name
+
+
+def _columns(cells: Sequence[_Entry]) -> list[Any]:
+    """The columns of one benchmark, each with a value for each cell; blank last columns are left out."""
+    samples = [list(reading.samples) if reading else [] for _, _, reading in cells]
+    quartiles = [statistics.quantiles(s, method="inclusive") if len(s) > 1 else None for s in samples]
+    by_column = {
+        "result": [_value(entry) for entry in cells],
+        "params": [[entry.row["key"] for entry in cells]],
+        "version": BENCHMARK_VERSION,
+    }
+    if any(samples):
+        by_column |= {
+            "stats_q_25": [three[0] if three else None for three in quartiles],
+            "stats_q_75": [three[2] if three else None for three in quartiles],
+            "stats_number": [1 if taken else None for taken in samples],
+            "stats_repeat": [len(taken) or None for taken in samples],
+            "samples": [taken or None for taken in samples],
+        }
+    columns = [by_column.get(column) for column in COLUMNS]
+    while columns[-1] is None:
+        columns.pop()
+    return columns
+
+
+def _value(entry: _Entry) -> float | None:
+    """The value in asv's form: None for a cell that failed, and NaN for a cell that cannot run."""
+    if entry.reading is not None:
+        return integral(entry.reading.value)
+    return None if entry.row["status"] in FAULTS else math.nan
+
+
+def _read_benchmarks(path: Path) -> Benchmarks:
+    """The benchmarks that earlier exports wrote to ``path``; empty if the file does not exist."""
+    if not path.exists():
+        return {}
+    try:
+        benchmarks = json.loads(path.read_text(encoding="utf-8"))
+        if benchmarks.pop("version", None) != RESULTS_VERSION:
+            raise ValueError(f"not of version {RESULTS_VERSION}")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"cannot add to {path}: {error}") from error
+    return benchmarks
+
+
+def _json(content: Mapping[str, Any], version: int) -> str:
+    return json.dumps({**content, "version": version}, indent=1) + "\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 from spbench.bench.measure import ATTENTION, packaged_model, priced_by_in_words, written
 from spbench.bench.tools.choose import ranking
-from spbench.bench.tools.choose.fit_verdict import TABLES, words
+from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
@@ -127,9 +127,7 @@ class Advice:
         other = next((s for s in whole if not folds_anew(s.cell.sizes.by_axis)), None)
         if other is None:
             return f"{head}; none without it that was traced fits"
-        mine, theirs = whole[0].step_parts, other.step_parts
-        name = max(mine, key=lambda part: theirs[part] - mine[part])
-        cause = f"{words()['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        cause = causes_in_words(other, whole[0], 1)
         return f"{head}; without it {other} takes {other.step_s / whole[0].step_s - 1:+.0%}: {cause}"
 
     def priced_by(self) -> str:
@@ -150,7 +148,10 @@ class Advice:
     def bars(self) -> list[dict[str, Any]]:
         """The records of the named layouts, each with the seconds of each part of its step, for a figure."""
         return [
-            {**record, "parts": {text: seen.step_parts[name] for name, text in words()["step_parts"].items()}}
+            {
+                **record,
+                "parts": {text: seen.step_parts[name] for name, text in TABLES.forms["step_parts"].items()},
+            }
             for seen, record in zip(self.ranked, self.records(), strict=True)
         ]
 
@@ -212,14 +213,15 @@ def beside_in_words(seen: ranking.Seen, other: ranking.Seen, named: str = "") ->
     return f"takes {words} {joint if named else ''} {named}".rstrip()
 
 
-def causes_in_words(other: ranking.Seen, winner: ranking.Seen) -> str:
-    """In words, the two parts of a step that explain most of the difference between the layouts' times."""
+def causes_in_words(other: ranking.Seen, winner: ranking.Seen, most: int = 2) -> str:
+    """In words, the parts of a step that explain most of the difference between two layouts' times, at most
+    ``most`` parts."""
     mine, theirs = (seen.step_parts for seen in (winner, other))
     differences = {name: theirs[name] - mine[name] for name in mine}
     sign = 1 if other.step_s >= winner.step_s else -1
-    reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
+    reasons = sorted(differences, key=lambda name: -sign * differences[name])[:most]
     return ", ".join(
-        f"{words()['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        f"{TABLES.forms['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
         for name in reasons
         if sign * differences[name] > 0.001 * winner.step_s
     )
@@ -314,12 +316,9 @@ def own_content(answer: Advice) -> dict[str, Any] | None:
     own = answer.result.own
     if own is None:
         return None
-    return {
-        **TABLES.record("own", own),
-        "words": [*own_in_words(answer)],
-        "changes": [
-            {"strategy": seen.cell.strategy, "mesh": seen.cell.mesh_text, **asdict(changes)}
-            for seen, changes in _changes(answer)
-            if changes is not None
-        ],
-    }
+    changes = [
+        {"strategy": seen.cell.strategy, "mesh": seen.cell.mesh_text, **asdict(changes)}
+        for seen, changes in _changes(answer)
+        if changes is not None
+    ]
+    return TABLES.record("own", own, words=[*own_in_words(answer)], changes=changes)

@@ -9,7 +9,7 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import Progress
-from spbench.bench.command_line.record_forms import TIE, shown_band
+from spbench.bench.command_line.record_forms import TIE
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure import TIGHT
@@ -67,23 +67,7 @@ def report(
     if figure is not None:
         files.append(_drawn(answers, figure))
     table = [line for answer in answers for line in answer.table()]
-    content = [
-        {
-            "question": answer.asked,
-            "layouts": answer.records(),
-            "why": answer.why(),
-            "prices": TABLES.records("price", answer.prices),
-            "strategies": TABLES.records("brief", answer.result.of_strategies),
-            "nearest": answer.result.nearest and TABLES.record("brief", answer.result.nearest),
-            "own": own_content(answer),
-            "impossible": answer.result.impossible,
-            "counts": dict(answer.result.counts),
-            "refused": answer.result.refused,
-            "seconds": answer.seconds,
-            "cpu_s": answer.cpu_s,
-        }
-        for answer in answers
-    ]
+    content = TABLES.records("advice", answers, own=own_content)
     notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
     return Output(sections, content, table, notes=notes, files=files, details=details)
 
@@ -187,7 +171,8 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
         yield f"{asked}: {NOTHING}{_nearest(answer)}"
         yield from own_in_words(answer)
     else:
-        yield TABLES.table("layouts", f"The best layouts: {asked}", _layouts(answer))
+        lines = [{**of, "seen": each} for each, of in zip(answer.ranked, answer.records(), strict=True)]
+        yield TABLES.table("layouts", f"The best layouts: {asked}", lines, TIE=TIE, TIGHT=TIGHT)
         yield from own_in_words(answer)
         traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
         yield from filter(None, [_told_apart(answer), left_out_by_length(answer.question, traced)])
@@ -261,19 +246,6 @@ def _nearest(answer: Advice) -> str:
     needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
     what = f"{near} with {near.cell.training.backend}"
     return f"; the nearest is {what}, which needs {needed} GiB: {missing} more than a card has"
-
-
-def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
-    """The records of the named layouts, each with its marks, time interval and floors for people."""
-    for seen, line in zip(answer.ranked, answer.records(), strict=True):
-        marks = {TIE: line["tie"], "yours": line["yours"], TIGHT: line["verdict"] == TIGHT}
-        mark = " ".join(word for word, has in marks.items() if has)
-        yield {**line, "mark": mark, "band": shown_band(seen.banded), "floors": _floors(line)}
-
-
-def _floors(record: Mapping[str, Any]) -> str:
-    floors = {"compute": record["compute_floor_s"], "links": record["links_floor_s"]}
-    return ", ".join(f"{what} {seconds:.3g} s" for what, seconds in floors.items() if seconds is not None)
 
 
 def _as_job(program: str, cell: Cell) -> str:

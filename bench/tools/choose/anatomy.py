@@ -124,7 +124,7 @@ def anatomy(
         reserved_memory_bytes=served.peak_reserved,
         least_usable_bytes=least or least_usable(log, int(live[at]), served.peak_reserved, kind),
         held=dict(sorted(((k, n) for k, n in held.items() if n), key=lambda item: -item[1])),
-        parts=_parts(log, blocks, kinds, alive),
+        parts=_parts(log, at, blocks, kinds),
         curve=_curve(live, signed, kinds[np.abs(events) - 1]),
         phases=[next(run) for _, run in groupby([("set-up", 0), *log.marks], itemgetter(0))],
         events=len(events),
@@ -163,19 +163,11 @@ def _moment(log: measure.MemoryLog, at: int) -> Moment:
     return Moment(step, phase, sum(first <= at for first in begins), len(begins), module)
 
 
-def _parts(log: measure.MemoryLog, blocks: np.ndarray, kinds: np.ndarray, alive: np.ndarray) -> list[Part]:
-    places = np.asarray(log.places or [0] * len(blocks))
-    names = log.place_names or [""]
-    of_both = (kinds * len(names) + places)[alive]
-    sums = np.bincount(of_both, weights=blocks[alive])
-    counts = np.bincount(of_both)
-    order = [int(n) for n in np.argsort(-sums, kind="stable") if sums[n]]
-    parts = [
-        Part(measure.CATEGORIES[n // len(names)], names[n % len(names)], int(sums[n]), int(counts[n]))
-        for n in order[:_MOST_PARTS]
-    ]
-    if rest := order[_MOST_PARTS:]:
-        parts.append(Part("", "", *(int(sum(of[n] for n in rest)) for of in (sums, counts))))
+def _parts(log: measure.MemoryLog, at: int, blocks: np.ndarray, kinds: np.ndarray) -> list[Part]:
+    every = log.parts_after(at, blocks, kinds)
+    parts = [Part(measure.CATEGORIES[n], place, *sums) for n, place, *sums in every[:_MOST_PARTS]]
+    if rest := every[_MOST_PARTS:]:
+        parts.append(Part("", "", sum(each[2] for each in rest), sum(each[3] for each in rest)))
     return parts
 
 

@@ -49,31 +49,24 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
-    details.append(f"not modelled: {'; '.join(fit_verdict.words()['not_modelled'])}")
+    details.append(f"not modelled: {'; '.join(TABLES.forms['not_modelled'])}")
     cells = TABLES.records("verdict", answer.verdicts, ranks=fit_verdict.ranks_text)
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
-    content = {
-        "fits": answer.fits,
-        "verdict": fullest.certainty.word,
-        "tight_because": fullest.certainty.reason,
-        "cells": cells,
-        "detail": {
-            "cell": fullest.cell.key,
-            **{name: value for name, value in asdict(fullest.anatomy).items() if name != "curve"},
-            "priced_by": fullest.measurement.get("priced_by") or [],
-            "by_class": fullest.measurement["by_class"],
-        },
-        "suggestions": proofs and _suggestions(answer, proofs),
-        "largest": answer.sizes,
-        "budget": answer.plan and _plan_content(answer, answer.plan),
-        "errors": [vars(each) for each in errors],
-        "not_modelled": fit_verdict.words()["not_modelled"],
-        "model": model,
-        "taken": {each["what"]: each for each in taken(fullest.cell, said)},
-        "tokens_of_rank": tokens_of_rank(fullest.cell),
-        "remarks": list(answer.subject.remarks),
-        "files": [str(path) for path in files],
-    }
+    anatomy = {name: value for name, value in asdict(fullest.anatomy).items() if name != "curve"}
+    of_step = {"priced_by": fullest.measurement.get("priced_by") or []}
+    content = TABLES.record(
+        "fit",
+        answer,
+        cells=cells,
+        detail={"cell": fullest.cell.key, **anatomy, **of_step, "by_class": fullest.measurement["by_class"]},
+        errors=[vars(each) for each in errors],
+        not_modelled=TABLES.forms["not_modelled"],
+        model=model,
+        taken={each["what"]: each for each in taken(fullest.cell, said)},
+        tokens_of_rank=tokens_of_rank(fullest.cell),
+        files=[str(path) for path in files],
+        **_meanings(answer),
+    )
     code = int(must_fit and not answer.surely_fits)
     return Output(sections, content, cells, (), answer.subject.remarks, files, code, details)
 
@@ -172,7 +165,7 @@ def _switches_table(answer: Fitting) -> Iterator[Table]:
     if (plan := answer.plan) is None or not plan.alone:
         return
     title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
-    yield TABLES.table("switches", title, plan.alone, **_meanings(answer, plan.before, plan.fits))
+    yield TABLES.table("switches", title, plan.alone, **_meanings(answer))
 
 
 def _price(answer: Fitting, verdict: fit_verdict.Verdict) -> str | None:
@@ -191,8 +184,7 @@ def _help(answer: Fitting) -> Iterator[Table | str]:
         what = "take less memory" if answer.fullest.fits else "make it fit"
         if proofs.fitting:
             title = f"Changes that {what}, the fastest first ({_tried(proofs)})"
-            meanings = _meanings(answer, answer.fullest, lack=True)
-            yield TABLES.table("changes", title, proofs.fitting, **meanings)
+            yield TABLES.table("changes", title, proofs.fitting, **_meanings(answer, lack=True))
         elif proofs.closest is not None:
             yield _closest(answer, proofs.closest)
         yield f"for another layout: {answer.advise}"
@@ -210,46 +202,15 @@ def _closest(answer: Fitting, near: fit_verdict.Verdict) -> str:
     return f"the closest change, --set {fit_verdict.settings_of(near)}, needs {needs}: set it and ask again"
 
 
-def _meanings(
-    answer: Fitting,
-    before: fit_verdict.Verdict,
-    fits: Callable[[fit_verdict.Verdict], bool] = lambda verdict: verdict.measurement["status"] == "ok",
-    lack: bool = False,
-) -> dict[str, Callable[[fit_verdict.Verdict], Any]]:
-    """The functions of a verdict on a changed cell that tables of changes call.
-
-    Args:
-        before: the verdict without the change, for relative times.
-        lack: see :func:`flags_of`.
-    """
+def _meanings(answer: Fitting, lack: bool = False) -> dict[str, Callable[[fit_verdict.Verdict], Any]]:
+    """The functions of a verdict on a changed cell that tables call; ``lack``: see :func:`flags_of`."""
+    plan = answer.plan
+    before = plan.before if plan else answer.fullest
     return {
         "set": fit_verdict.settings_of,
-        "fits": fits,
+        "enough": plan.fits if plan else lambda verdict: verdict.measurement["status"] == "ok",
         "price": lambda verdict: verdict.price(before),
         "flags": lambda verdict: flags_of(answer, verdict, lack),
-    }
-
-
-def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
-    """The changes that make the fullest cell fit, and how many were tried, as a record for programs."""
-    meanings = _meanings(answer, answer.fullest)
-    return {
-        "found": TABLES.records("suggestion", proofs.fitting, **meanings),
-        "tried": proofs.tried,
-        "pairs_tried": proofs.pairs_tried,
-        "closest": proofs.closest and TABLES.record("closest", proofs.closest, **meanings),
-        "advise": answer.advise,
-    }
-
-
-def _plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
-    """The chosen switches and each tried switch of a budget, as a record for programs."""
-    meanings = _meanings(answer, plan.before, plan.fits)
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "chosen": plan.chosen and TABLES.record("switch", plan.chosen, **meanings),
-        "alone": TABLES.records("switch", plan.alone, **meanings),
-        "traced": plan.traced,
     }
 
 

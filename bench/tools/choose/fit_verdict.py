@@ -3,7 +3,6 @@ a changed cell. Modules have the names of the job's own program."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +18,6 @@ from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.choose.suggestions import Change
 from spbench.bench.units import card_gib
-from spbench.bench.yaml_files import read_yaml
 from spbench.impls import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
@@ -203,14 +201,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
 _USUAL = "huggingface"
 
 
-@functools.cache
-def words() -> Mapping[str, Any]:
-    """The content of words.yaml: names of modules by the kind of job, and other words of answers."""
-    return read_yaml(Path(__file__).with_name("words.yaml"))
-
-
-#: records and tables of answers
-TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
+#: the words, records and tables of answers, and the names of modules by the kind of job
+TABLES = RecordForms(Path(__file__).with_name("words.yaml"))
 
 
 def in_program_words(module: str, program: str) -> str:
@@ -220,7 +212,7 @@ def in_program_words(module: str, program: str) -> str:
         module: its path in spbench's model, such as ``blocks.*.mlp``; a class name: the decoder itself.
         program: the kind of job; "": no job.
     """
-    programs = words()["modules"]
+    programs = TABLES.forms["modules"]
     names = {**programs.get(program, programs[_USUAL]), "loader_mask": "the data loader's attention mask"}
     if "Decoder" in module:
         return str(names[""])

@@ -13,7 +13,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure import load_cluster, packaged_model
 from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
 from spbench.bench.tools.choose.candidates import kind_of_layout
-from spbench.bench.tools.choose.fit_verdict import Verdict, words
+from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
 from spbench.bench.tools.choose.learned import Learned
 from spbench.bench.tools.choose.look import Depth, looks
@@ -61,7 +61,7 @@ class Seen(Verdict):
     @property
     def step_parts(self) -> dict[str, float]:
         """Seconds of the parts of a step that answers name, by name."""
-        seconds = {name: float(self.parts.get(name, 0.0)) for name in words()["step_parts"]}
+        seconds = {name: float(self.parts.get(name, 0.0)) for name in TABLES.forms["step_parts"]}
         return {**seconds, "matmul_s": seconds["matmul_s"] - seconds[IN_BLOCKS]}
 
     @property

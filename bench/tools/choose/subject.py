@@ -12,7 +12,7 @@ from spbench.bench import measure
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.choose.fit_verdict import words as words_of_answers
+from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.bench.units import shown_count
@@ -72,7 +72,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
             where=asked.where,
         )
         cells = narrowing.cells(measure.load_scenario(first))
-        said |= {*words_of_answers()["taken"]}  # a scenario's defaults count as given
+        said |= {*TABLES.forms["taken"]}  # a scenario's defaults count as given
     elif kind == "model":
         cells, remarks, settings = _of_model(first, asked)
     else:
@@ -214,21 +214,8 @@ def taken(cell: Cell, said: Collection[str]) -> list[dict[str, Any]]:
     """
     nested, model = nesting(cell.strategy), model_preset(*cell.model_arguments)
     options = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
-    values = (  # in the order of the words
-        micro_batch_of(cell),
-        cell.batch,
-        cell.strategy if cell.sizes.world > 1 else "",
-        getattr(options, "placement", None) or "",
-        model.attention_kernel if hasattr(model, "attention") else "",
-        cell.precision,
-        cell.training.backend,
-    )
-    both = zip(words_of_answers()["taken"].items(), values, strict=True)
-    return [
-        {"what": what, "value": n, "flag": flag}
-        for (name, (what, flag)), n in both
-        if name not in said and n != ""
-    ]
+    entries = TABLES.record("taken", cell, micro_batch=micro_batch_of, options=options, model=model)
+    return [each for name, each in entries.items() if name not in said and each["value"] != ""]
 
 
 def model_line(cell: Cell, name: str = "") -> str:

@@ -28,8 +28,8 @@ from spbench.bench.tools.jobs.megatron import read
 from spbench.bench.tools.jobs.megatron_model import CONTAINER
 from spbench.bench.tools.papers.answer import document_model
 from spbench.bench.tools.papers.comparison import write_csv
+from spbench.bench.tools.papers.paper_findings import TABLES
 from spbench.bench.tools.papers.sources import published_file
-from spbench.bench.units import percent, shown_share
 from spbench.bench.yaml_files import read_yaml
 
 #: arguments of `spbench reproduce`, and names of files of predictions: GPT and BERT; experts and hybrids
@@ -208,17 +208,15 @@ def errors(
             for quantity in MEMORY:
                 ours = line and line.get(quantity)
                 if ours and row[quantity]:
-                    measured = float(row[quantity])
-                    yield {
-                        "case": row["case"],
-                        "golden": row["golden"],
-                        "quantity": quantity,
-                        "measured": int(measured),
-                        "predicted": ours,
-                        "error": ours / measured - 1,
-                        "role": _by_name("roles", row["case"], "predicted"),
-                        "departs": departs.get((row["case"], row["golden"]), ""),
-                    }
+                    yield TABLES.record(
+                        "golden",
+                        row,
+                        quantity=quantity,
+                        measured=float(row[quantity]),
+                        predicted=ours,
+                        role=_by_name("roles", row["case"], "predicted"),
+                        departs=departs.get((row["case"], row["golden"]), ""),
+                    )
 
 
 def summary(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -229,16 +227,7 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for quantity, gpu in product(MEMORY, ("all", *GPUS)):
         some = errors[(errors["quantity"] == quantity) & ((errors["gpu"] == gpu) | (gpu == "all"))]
         if len(some):
-            sizes = some["size"]
-            yield {
-                "quantity": quantity,
-                "machines": gpu,
-                "golden values": len(sizes),
-                "median": percent(sizes.median(), 3),
-                "within 1%": shown_share((sizes <= 0.01).mean()),
-                "95% are within": percent(float(sizes.quantile(0.95, "higher")), 2),
-                "worst": percent(sizes.max(), 2),
-            }
+            yield TABLES.record("errors by machine", some["size"], quantity=quantity, machines=gpu)
 
 
 def by_departure(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -246,14 +235,7 @@ def by_departure(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
     errors = DataFrame(lines, columns=list(ERRORS))
     errors["kind"] = [reason.partition(" ")[0] or "none" for reason in errors["departs"]]
     for (kind, quantity), some in errors.groupby(["kind", "quantity"]):
-        sizes = some["error"].abs()
-        yield {
-            "departs": kind,
-            "quantity": quantity,
-            "golden values": len(sizes),
-            "median": percent(sizes.median(), 2),
-            "worst": percent(sizes.max(), 1),
-        }
+        yield TABLES.record("errors by departure", some["error"].abs(), departs=kind, quantity=quantity)
 
 
 def of_all_machines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from spbench.bench.command_line.output import Table
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.measure import Document
 from spbench.bench.tools.papers.answers.tables import UNSTATED
 from spbench.bench.tools.papers.comparison import (
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 Line = dict[str, Any]
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 #: the roles of published numbers, in the order in which they are listed
 ROLES: tuple[Role, ...] = ("predicted", "inferred", "calibrated", "formula")
@@ -202,14 +205,8 @@ def _lines(records: DataFrame) -> Iterator[Line]:
 def compared(record: Any, digits: int = 1) -> Line:
     """The published number and ours of a comparison, as a line; ``digits``: digits of the error in percent
     after the point."""
-    digits_of_ours = three_digits if is_time(record.quantity) else None
-    return {
-        "published": number_or_status(record.published, record.status_published),
-        "ours": number_or_status(record.reproduced, record.status_reproduced, digits_of_ours),
-        "relative error": difference(record.relative_error, digits),
-        "role": record.role,
-        "note": record.note,
-    }
+    shown = three_digits if is_time(record.quantity) else None
+    return TABLES.record("compared", record, number_or_status=number_or_status, shown=shown, digits=digits)
 
 
 def _formula_lines(records: DataFrame) -> list[Line]:

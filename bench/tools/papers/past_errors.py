@@ -30,7 +30,7 @@ from spbench.bench.tools.papers.comparison import (
     read_comparisons,
 )
 from spbench.bench.tools.papers.error_fits import Covered, LeftOut, StepObservation, coverage, overall
-from spbench.bench.tools.papers.paper_findings import Line, distinct
+from spbench.bench.tools.papers.paper_findings import TABLES, Line, distinct
 from spbench.bench.tools.papers.sources import published_file, publishers
 from spbench.bench.units import difference, percent, shown_share, three_digits
 
@@ -93,21 +93,8 @@ def orders(times: DataFrame) -> DataFrame:
 def order_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
     """A line for each run of :func:`orders`: how many layouts it has, tau, the fastest layout as published
     and by our times, and how much longer ours took as published than the fastest; ``cells`` by key."""
-    return [
-        {
-            "table": order.table,
-            "model": order.cell.model,
-            "cluster": order.cell.cluster,
-            "seq_len": order.cell.seq_len,
-            "GPUs": order.cell.sizes.world,
-            "layouts": order.layouts,
-            "tau": shown_tau(order.tau),
-            "fastest published": order.fastest.mesh_text,
-            "fastest ours": order.our_fastest.mesh_text,
-            "published time of ours": difference(order.distance),
-        }
-        for order in lines_of(orders(with_cells(records[records["quantity"] == STEP_TIME], cells)))
-    ]
+    runs = orders(with_cells(records[records["quantity"] == STEP_TIME], cells))
+    return TABLES.records("order", lines_of(runs), shown_tau=shown_tau)
 
 
 def orders_by_scenario(scenarios: Iterable[Scenario], records: DataFrame) -> dict[str, list[Line]]:
@@ -247,17 +234,9 @@ def class_lines(records: DataFrame) -> list[Line]:
     lines = []
     for rates, some in sorted(groups(seen, "rates"), key=lambda of: [*RESTS_ON].index(of[0])):
         errors, of_class = _errors(some["log_error"]), covered[covered["rates"] == rates]
-        lines.append(
-            {
-                "rates": rates,
-                "rest on": RESTS_ON[rates],
-                "times (sources)": f"{len(some)} ({some['source'].nunique()})",
-                "median error": errors["median error"],
-                "mean with its sign": errors["bias"],
-                "worst": errors["worst"],
-                "in 80% intervals": shown_share(overall([*lines_of(of_class)])) if len(of_class) else "",
-            }
-        )
+        within = overall([*lines_of(of_class)]) if len(of_class) else None
+        about = {"rates": rates, "rests_on": RESTS_ON, "times": some, "errors": errors, "within": within}
+        lines.append(TABLES.record("class", **about))
     return lines
 
 

@@ -27,11 +27,15 @@ from markdown_it.rules_core import StateCore
 from markupsafe import Markup
 from pandas import DataFrame
 
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.files import csv_text
 from spbench.bench.git import day_of
 from spbench.bench.tools.papers.comparison import groups
 from spbench.bench.tools.papers.paper_findings import Word, verdict_on
 from spbench.bench.units import percent
+
+#: lines of tables
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 _CLASS = re.compile(r"\{(good|partly|bad|unjudged)\}")
 _PLACE = re.compile(r"\s*\{#([\w-]+)\}$")

@@ -1,13 +1,8 @@
 """`spbench run`: run a scenario's cells, or say which would run."""
 
-from contextlib import nullcontext
-from typing import Any
-
 import click
 
 from spbench.bench.command_line import options
-from spbench.bench.command_line.output import Output
-from spbench.bench.measure import beginning_server
 
 
 @click.command("run")
@@ -44,13 +39,10 @@ from spbench.bench.measure import beginning_server
 @click.option("--unverified", is_flag=True, help="Run also what is not verified; its rows are a mismatch.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @options.printed
-def command(dry_run: bool, **asked: Any) -> Output:
+@options.body("run.run_output:run", starts_processes=True)
+def command() -> None:
     """Run the cells of SCENARIO, and compare with published numbers.
 
     Results are kept cell by cell, so an interrupted run continues where it was. A cell runs again if its
     cluster, model, strategy, code or torch has changed since.
     """
-    with nullcontext() if dry_run else beginning_server():
-        from spbench.bench.tools.run.run_output import run
-
-    return run(dry_run=dry_run, **asked)

@@ -18,6 +18,13 @@ def _rank(word: str) -> int | None:
     "Ranks to write, or all; by default the first of each class of ranks. A step of your own is traced on "
     "these ranks.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["virtual", "distributed"]),
+    default="virtual",
+    show_default=True,
+    help="Trace fake ranks, or run a step of yours on real ranks under the same meters.",
+)
 @options.path_option("--output", "The file.", default="trace.json", show_default=True)
 @options.printed
 @options.body("run.step_trace:traced")

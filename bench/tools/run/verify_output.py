@@ -3,7 +3,7 @@ cases that are not green, grouped by strategy, model and reason."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def verified(
+    scenario: str,
     strategy: Sequence[str],
     model: Sequence[str],
     *,
@@ -44,11 +45,15 @@ def verified(
     device: Literal["cpu", "cuda"] | None,
     output: Path | None,
 ) -> Output:
-    """Verify strategies, and return the output of `spbench verify`; the arguments are the command's options.
+    """Verify strategies, and return the output of `spbench verify`; the arguments are the command's options,
+    and ``scenario`` is a step of the user's own, "" for strategies.
 
     Raises:
         UserError: a name is unknown, or an option or its value is refused.
     """
+    of_cases = (strategy, model, pairs, peers, dtype, part, changes, backend != DEFAULT_BACKEND)
+    if scenario and (any(of_cases) or device == "cuda"):
+        raise UserError(f"{scenario} is verified in float64 as it is; leave out all options but --world-size")
     if peers:
         strategy = [
             *strategy,
@@ -58,32 +63,43 @@ def verified(
     models = [name for text in model for name in measure.cell_names("model", text)]
     _check_names(named, models, dtype, part, backend)
     options = _options(changes, [models, named, [backend]])
-    made_by: dict[str, Any] = {"backend": backend, "device": measure.chosen_device(device or "available")}
+    on = measure.chosen_device(device or ("cpu" if scenario else "available"))
+    made_by: measure.Verdict = {"backend": backend, "device": on}
     made_by |= {name: measure.provenance()[name] for name in ("commit", "torch")}
     made_by |= {"code": measure.verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    cases = partial(
+        measure.verify_cases,
+        [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
+        models or None,
+        list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
+        list(dtype or ("fp64",)),
+        list(part) or None,
+        model_options=options["model_options"],
+        options=options["strategy_options"],
+        backend=backend,
+        backend_options=options["training"],
+        device=on,
+        explain=1,
+    )
+    verdicts = _kept(
+        partial(measure.verify_step, scenario, world_size) if scenario else cases, made_by, output
+    )
+    judged = _output(verdicts, named, [output / measure.VERDICTS_FILE] if output is not None else [])
+    if judged.code == 0 and not (scenario or named or world_size or any(of_cases)):
+        measure.keep_package_proof()
+    return judged
+
+
+def _kept(
+    rows: Callable[..., Iterator[measure.VerifyRow]], made_by: measure.Verdict, output: Path | None
+) -> list[measure.Verdict]:
+    """The verdicts of rows, which are added to those in the folder ``output`` as soon as they are there."""
     with measure.kept_verdicts(output, made_by) as verdicts, Progress() as progress:
-        for row in measure.verify_cases(
-            [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
-            models or None,
-            list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
-            list(dtype or ("fp64",)),
-            list(part) or None,
-            model_options=options["model_options"],
-            options=options["strategy_options"],
-            backend=backend,
-            backend_options=options["training"],
-            device=made_by["device"],
-            expect=progress.expect,
-            explain=1,
-        ):
+        for row in rows(expect=progress.expect):
             verdicts.append(finite(dataclasses.asdict(row)))
             progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
             progress.now(f"{progress.done} of {progress.total} cases; {_spelled(row)}: {row.status}")
-    judged = _output(verdicts, named, [output / measure.VERDICTS_FILE] if output is not None else [])
-    chosen = (named, models, world_size, dtype, part, changes, backend != DEFAULT_BACKEND)
-    if judged.code == 0 and not any(chosen):
-        measure.keep_package_proof()
-    return judged
+    return verdicts
 
 
 def _output(verdicts: Sequence[measure.Verdict], named: Sequence[str], files: list[Path]) -> Output:

@@ -299,4 +299,4 @@ class LatentOptions:
         if not self.indexes(vars(self)):
             raise ValueError(f"an indexer goes without {', '.join(_NOT_INDEXED)} and attention: unfused")
         if self.recomputes("mla_up_proj"):  # type: ignore[attr-defined]
-            raise ValueError("an indexer's attention has no mla_up_proj, as keys and values are not made")
+            raise ValueError("with an indexer no keys and values are projected up; leave mla_up_proj out")

@@ -28,10 +28,11 @@ from spbench.impls.composition import ONE_STAGE
 from spbench.impls.place import Place
 from spbench.impls.registries import model_preset, strategy_class
 from tests.cells import make_cell
+from tests.grid import data
 from tests.impls.backends.one_device import LENGTH
 from tests.measure.verify.assertions import assert_green
 
-RECORDED: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+RECORDED: dict[str, Any] = data(__file__)
 SENT: dict[str, list[int]] = RECORDED["sent"]
 LLAMA = {"separate_projections": True}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import check_sizes
@@ -17,6 +16,7 @@ from spbench.impls.layout import Unsupported
 from spbench.impls.registries import all_backends, all_strategies, model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.cells import make_cell
+from tests.grid import data
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 
@@ -195,10 +195,7 @@ def _made(maker: str, given: dict[str, Any], *takes: str) -> tuple[Cell, set[str
 
 
 #: by name: a cell, and the short cuts that it must take
-CELLS: dict[str, tuple[Cell, set[str]]] = {
-    name: _made(*line)
-    for name, line in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
-}
+CELLS: dict[str, tuple[Cell, set[str]]] = {name: _made(*line) for name, line in data(__file__).items()}
 
 
 def differing_fields(ours: Any, theirs: Any) -> list[str]:

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from spbench import measure_step
-from spbench.bench.measure.steps.attention import attention_of_gpus, kernel_of
+from spbench.bench.measure.steps.fake_world import attention_of_gpus, kernel_of
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode
 from spbench.impls import backward_flops, forward_flops
 

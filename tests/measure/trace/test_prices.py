@@ -18,6 +18,7 @@ from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.traces import from_bytes, to_bytes, trace_key
 from spbench.bench.measure.engines.tracing import fake_mesh
+from spbench.bench.measure.simulator.program import ATTENTION, MATMUL
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.operator_prices import _softmax_shape, price_of
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
@@ -64,6 +65,26 @@ def test_a_range_has_the_mask_of_its_own_pairs(high: int, whole: bool) -> None:
     heads, queries, keys, size = _softmax_shape([q, k, k, 0.5, ranges], "ranged_flash_attention")
     assert (heads, queries, keys, size) == (2 * 6 * 2, 8, 8, 4)
     assert (2 * 6 * Size.of(ranges).pairs == heads * queries * keys) == whole
+
+
+def test_attention_to_chosen_keys_has_the_shape_of_its_chosen_keys() -> None:
+    """Of DeepSeek-V3.2: keys of 576 features, values of their first 512, and 2,048 keys for each query. The
+    scores of the indexer are matmuls."""
+    q, rows = torch.empty(1, 8, 128, 576, device="meta"), torch.empty(1, 4096, 576, device="meta")
+    chosen = torch.empty(1, 8, 2048, dtype=torch.int32, device="meta")
+    forward, backward = torch.ops.spbench.sparse_attention, torch.ops.spbench.sparse_attention_backward
+    o, lse = q[..., :512], q[..., 0]
+    category, _, flops, _, shape, *_ = price_of(forward.default).of((q, rows, chosen, 0.1, 512), {}, (o, lse))
+    assert (category, shape) == (ATTENTION, (128, 8, 2048, 544))
+    assert flops == 2 * 8 * 128 * 2048 * (576 + 512)
+    arguments = o, q, rows, chosen, o, lse, 0.1, 512
+    category, _, flops, _, shape, *_ = price_of(backward.default).of(arguments, {}, (q, rows))
+    assert (category, shape) == (ATTENTION, (128, 8, 2048, 550))
+    assert flops == 2 * 8 * 128 * 2048 * (3 * 576 + 2 * 512)
+    scored = q[:, :, :64, :128], rows[..., :128], q[:, :, :64, 0], torch.empty(8, 2, device="meta")
+    scores = torch.empty(1, 8, 4096, device="meta")
+    category, _, flops, *_ = price_of(torch.ops.spbench.index_scores.default).of(scored, {}, scores)
+    assert (category, flops) == (MATMUL, 2 * 8 * 64 * 4096 * (128 + 1))
 
 
 def test_the_row_says_so_and_a_kept_trace_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,11 @@ import struct
 from pathlib import Path
 
 import jsonschema
-import yaml
 
+from tests.grid import data
 from tests.tools.commands.conftest import Run
 
-SCHEMAS = yaml.safe_load(Path(__file__).with_name("schemas.yaml").read_text())
+SCHEMAS = data(Path(__file__).with_name("schemas.yaml"))
 
 
 def test_both_take_what_is_exported(results: Path, tmp_path: Path, command_line: Run) -> None:

@@ -10,7 +10,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs import deepspeed
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
-from spbench.bench.tools.jobs.transformers_settings import layers_of, stages_of
+from spbench.bench.tools.jobs.torchtitan_models import stage_layers
+from spbench.bench.tools.jobs.transformers_settings import stages_of
 from tests.tools.jobs.job_inputs import data, job_of, tabled
 
 TEXTS = data(__file__)["TEXTS"]
@@ -128,7 +129,7 @@ def test_eight_bits_by_accelerate() -> None:
 def test_stages_as_automodel_counts_them() -> None:
     assert [stages_of(61, 2, 4, True, rounded) for rounded in ("down", "up", "")] == [28, 32, 31]
     assert [stages_of(32, None, 4, several, "") for several in (False, True)] == [4, 8]
-    assert layers_of(4, 6) == [2, 2, 1, 1]
+    assert stage_layers(6, 4) == [2, 2, 1, 1]
 
 
 def test_the_experts_of_gpt_oss_have_a_kernel_of_their_own_where_others_have() -> None:

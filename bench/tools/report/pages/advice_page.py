@@ -10,8 +10,7 @@ from typing import Any
 from spbench.bench.measure import with_band
 from spbench.bench.tools.report.drawings import svg
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.page import DataTable, Figure, Page
-from spbench.bench.units import GIB
+from spbench.bench.tools.report.page import TABLES, DataTable, Figure, Page
 from spbench.plots.fit_and_advise import layouts_figure
 from spbench.plots.style import backend_name, length_text, model_name, strategy_name
 
@@ -20,15 +19,10 @@ FOLDER = "advice"
 #: the columns that are equal in all lines of a question, and the columns that a file must have
 _QUESTION = ("model", "cluster", "gpus", "seq_len", "batch")
 _NEEDED = (*_QUESTION, "strategy", "mesh", "backend", "step_time_s", "peak_memory_bytes")
-_NUMBERS = {
-    "step s": "step_time_s",
-    "at least": "step_time_low_s",
-    "at most": "step_time_high_s",
-    "compute floor s": "compute_floor_s",
-    "links floor s": "links_floor_s",
-    "tokens/s": "tokens_per_s",
-    "MFU": "mfu",
-}
+_NUMBERS = (
+    *("step_time_s", "step_time_low_s", "step_time_high_s", "compute_floor_s", "links_floor_s"),
+    *("tokens_per_s", "mfu", "peak_memory_bytes"),
+)
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
@@ -59,39 +53,23 @@ def kept(folder: Path) -> list[list[dict[str, str]]]:
 
 def drawing(name: str, lines: Sequence[Mapping[str, str]]) -> DataTable:
     """The table of a question's layouts, with a picture of their step times; ``name`` names both files."""
-    first, layouts = lines[0], [{**line, **_interval(line)} for line in lines]
+    first, layouts = lines[0], [_with_numbers({**line, **_interval(line)}) for line in lines]
     title = (
         f"{model_name(first['model'])} on {first['gpus']} GPUs of {first['cluster']}, "
         f"batch {first['batch']}, sequence length {length_text(int(first['seq_len']))}"
     )
-    records = list(map(_layout, layouts))
+    records = TABLES.records("layout", layouts, strategy_name=strategy_name, backend_name=backend_name)
     ties = [line["layout"] for line in records if line["tie"]]
     tie = f", a tie with {', '.join(ties[1:])}" if len(ties) > 1 else ""
     alt = f"The best is {records[0]['layout']} with {records[0]['step s']:.3g} s{tie}."
-    drawn = Figure(f"figures/{name}.svg", svg(layouts_figure("", list(map(_bar, layouts)))), title, alt)
+    drawn = Figure(f"figures/{name}.svg", svg(layouts_figure("", layouts)), title, alt)
     return DataTable(name, f"{title}: time of a step", records, drawn=drawn)
 
 
-def _number(line: Mapping[str, Any], name: str) -> float | None:
-    return float(line[name]) if line.get(name) else None
-
-
-def _layout(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The table line of a layout, from its line in a file of answers: times in s, peak memory in GiB."""
-    return {
-        "layout": f"{strategy_name(line['strategy'])}, {line['mesh']}, {backend_name(line['backend'])}",
-        "strategy": line["strategy"],
-        "tie": line.get("tie", "").lower() == "true",
-        "settings": line.get("settings", ""),
-        **{head: _number(line, name) for head, name in _NUMBERS.items()},
-        "peak GiB": float(line["peak_memory_bytes"]) / GIB,
-        "bound": line.get("bound", ""),
-    }
-
-
-def _bar(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A layout for :func:`layouts_figure`, with the step's time as one part, as answers lack its parts."""
-    numbers = {name: _number(line, name) for name in _NUMBERS.values()}
+def _with_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of a file of answers, with texts of numbers as numbers, None for none. The time of the step is
+    its one part for :func:`layouts_figure`, as answers lack the parts of a step."""
+    numbers = {name: float(line[name]) if line.get(name) else None for name in _NUMBERS}
     return {**line, **numbers, "parts": {"time of a step": numbers["step_time_s"]}}
 
 

@@ -20,7 +20,15 @@ from spbench.bench.tools.papers.paper_findings import (
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
-from spbench.bench.tools.report.page import DataTable, Page, dated, folded, most_misses, quantity_words
+from spbench.bench.tools.report.page import (
+    TABLES,
+    DataTable,
+    Page,
+    dated,
+    folded,
+    most_misses,
+    quantity_words,
+)
 from spbench.bench.tools.report.pages.advice_page import FOLDER, drawing, kept
 from spbench.bench.tools.report.pages.regressions_page import changes
 from spbench.plots.series import grouped
@@ -79,15 +87,7 @@ def _by_role(gathered: Gathered) -> DataTable | None:
         records = paper.findings.records
         for of in role_errors(records):
             verdict = verdict_on(records[records["role"] == of.role])
-            lines.append(
-                {
-                    "paper and role": f"{paper.paper.label}, {of.role}",
-                    "median error": of.median,
-                    "reproduces": verdict.word if verdict.judged else "not judged",
-                    "worst error": of.worst,
-                    "numbers": of.numbers,
-                }
-            )
+            lines.append(TABLES.record("role", of, label=paper.paper.label, verdict=verdict))
     caption = "Distinct published numbers and the relative error of ours, absolute, by paper and role"
     return DataTable("verdict", caption, lines, percent=("median error", "worst error")) if lines else None
 
@@ -141,20 +141,13 @@ def _machines(gathered: Gathered) -> DataTable | None:
     exact = {name for name, engine in engine_classes().items() if engine.is_exact}
     measured = [c.row for c in gathered.cells if c.row["cell"].get("engine", "virtual") not in exact]
     groups = grouped(measured, lambda row: (row["cell"]["engine"], row["cell"]["cluster"]))
-    lines = [
-        {
-            "engine": engine,
-            "cluster": cluster,
-            "cells": len(rows),
-            "ok": sum(row["status"] == "ok" for row in rows),
-            "cells whose bytes equal the closed form": sum(
-                bool(of.get("communication")) and not of.get("formula_difference")
-                for of in (row["measurement"] for row in rows)
-            ),
-            "hosts": ", ".join(sorted({str((row.get("provenance") or {}).get("host", "")) for row in rows})),
-        }
-        for (engine, cluster), rows in sorted(groups.items())
-    ]
+    lines = []
+    for (engine, cluster), rows in sorted(groups.items()):
+        measurements = [row["measurement"] for row in rows]
+        equal = sum(bool(of.get("communication")) and not of.get("formula_difference") for of in measurements)
+        hosts = {str((row.get("provenance") or {}).get("host", "")) for row in rows}
+        about = {"engine": engine, "cluster": cluster, "equal": equal, "hosts": hosts}
+        lines.append(TABLES.record("machine", rows, **about))
     caption = "Cells that ran on real ranks, by engine and cluster"
     return DataTable("machines", caption, lines) if lines else None
 
@@ -220,16 +213,9 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
             verdict = verdict_on(some)
             table, colon, quantity = what.partition(": ")
             compared = f"{table}{colon}{quantity_words(quantity)}"
-            lines.append(
-                {
-                    "compared": f"{compared} ({variant})" if variant else compared,
-                    "median error": verdict.median,
-                    "reproduces": verdict.word if verdict.judged else "not judged",
-                    "met": f"{verdict.met} of {verdict.judged}" if verdict.judged else "",
-                    "errors by role": errors_by_role(some),
-                    "figure or table": f"{scenario.document.title}{f' ({source})' if source else ''}",
-                }
-            )
+            about = {"compared": f"{compared} ({variant})" if variant else compared}
+            about["figure"] = f"{scenario.document.title}{f' ({source})' if source else ''}"
+            lines.append(TABLES.record("compared", verdict, errors=errors_by_role(some), **about))
     caption = "What was compared, whether it reproduces, and the errors by role"
     return DataTable("verdict", caption, lines, percent=("median error",))
 
@@ -245,14 +231,7 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> di
         # the error is the second column, so that a phone shows it
         heads = sorted(heads, key=lambda head: (head != heads[0], head != "relative error"))
         tables.append(DataTable(f"{identifier}-{number}", caption, lines, heads, sortable=len(lines) > _LONG))
-    settings = [
-        {
-            "setting": one.setting,
-            "chosen by looking at": ", ".join([*one.answers, *one.quantities]),
-            "why": " ".join(one.reason.split()),
-        }
-        for one in document.inferred_from
-    ]
+    settings = TABLES.records("inferred", document.inferred_from)
     caption = "Settings that were chosen by looking at published numbers"
     summary = f"The scenario, with the evidence for its settings: {document.title}"
     records = paper.findings.of(name)

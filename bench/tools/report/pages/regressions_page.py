@@ -18,13 +18,12 @@ from spbench.bench.measure import RESULTS_FILE
 from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
 from spbench.bench.tools.changes.history_command import series_ends
 from spbench.bench.tools.changes.judgement import Judgement, Suite, read_suite
-from spbench.bench.tools.changes.metrics import Difference
 from spbench.bench.tools.changes.record_command import Commit
 from spbench.bench.tools.changes.result_files import Results, read_results
 from spbench.bench.tools.changes.series import Step
 from spbench.bench.tools.report.drawings import history_figure, label_of, svg
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.page import DataTable, Figure, Page
+from spbench.bench.tools.report.page import TABLES, DataTable, Figure, Page
 from spbench.plots.series import grouped
 
 _LISTED = 3
@@ -87,7 +86,8 @@ class Gate:
     @property
     def lines(self) -> list[dict[str, Any]]:
         """The differences as table lines, the worst first; ``worse by (%)`` is in percent of the base."""
-        return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
+        differences = self.judgement.differences if self.judgement else ()
+        return TABLES.records("difference", differences, is_finite=math.isfinite)
 
     @property
     def table(self) -> DataTable | None:
@@ -113,18 +113,6 @@ def _gate(base: Path, new: Path) -> Gate:
         return Gate(base.name, base, read_results(base), problem=how)
     except UserError as error:
         return Gate(base.name, base, problem=str(error), was_run=was_run)
-
-
-def _line(difference: Difference) -> dict[str, Any]:
-    return {
-        "verdict": difference.verdict + (" (allowed)" if difference.allowed else ""),
-        "where": difference.where,
-        "quantity": difference.quantity,
-        "before": difference.base,
-        "now": difference.new,
-        "worse by (%)": difference.change * 100 if math.isfinite(difference.change) else None,
-        "what moved": difference.why,
-    }
 
 
 # -- in a line of the first page -------------------------------------------------------------------------

@@ -1,0 +1,44 @@
+"""`spbench verify` on users' steps: clean ones are green, and each planted fault is told in its own words."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.steps.verified_step import verify_step
+from spbench.bench.measure.verify.verdicts import VerifyRow
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
+FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8"))
+#: the fault that ends by the limit of a run, and that limit in seconds
+HANGS, LIMIT_S = "ranks that wait for each other", 20.0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4) as ranks:
+        yield ranks
+
+
+def told(row: VerifyRow) -> str:
+    return "\n".join([row.verdict, row.reason, row.explanation])
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_a_clean_step_is_green(path: Path, pool: RankPool):
+    rows = list(verify_step(f"{path}:train", (2, 4), pool=pool))
+    assert [(row.size, row.status) for row in rows] == [(2, "green"), (4, "green")], rows
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_told(fault: str, pool: RankPool, tmp_path: Path):
+    planted = FAULTS[fault]
+    source = (EXAMPLES / planted["file"]).read_text(encoding="utf-8")
+    assert source.count(planted["old"]) == 1
+    (tmp_path / planted["file"]).write_text(source.replace(planted["old"], planted["new"]), encoding="utf-8")
+    limit = LIMIT_S if fault == HANGS else None
+    one, two = verify_step(f"{tmp_path / planted['file']}:train", (1, 2), timeout_s=limit, pool=pool)
+    assert (one.status, two.status) == ("green", "RED")
+    assert planted["told"] in told(two)
