@@ -116,7 +116,7 @@ from spbench.bench.measure.simulator.simulate import Simulator as Simulator
 from spbench.bench.measure.simulator.table_prices import attention_rate as attention_rate
 from spbench.bench.measure.steps.measured_step import MeasuredStep as MeasuredStep
 from spbench.bench.measure.steps.measured_step import measured_step as measured_step
-from spbench.bench.measure.steps.real_step import real_step as real_step
+from spbench.bench.measure.steps.measured_step import real_step as real_step
 from spbench.bench.measure.steps.step_file import names_a_step as names_a_step
 from spbench.bench.measure.steps.verified_step import verify_step as verify_step
 from spbench.bench.measure.sweep.executor import Executor as Executor

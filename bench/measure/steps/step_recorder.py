@@ -81,7 +81,7 @@ class StepWatcher(Recorder):
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor and its like do their work by further calls, which come here
         if func is torch.ops.aten._pin_memory.default:
-            raise UserError("pinned memory cannot be told from the GPU's in a trace: leave offloading out")
+            raise UserError("a trace cannot tell pinned memory from the GPU's: leave offloading out")
         if self._builds and communicates(func) and not _is_metered(func, args):
             return func(*args, **(kwargs or {}))  # such as the scatter of weights that have no values
         if not self._depth and not self._paused:
@@ -173,11 +173,11 @@ class StepWatcher(Recorder):
         """Tag the tensors of all modules and optimizers that exist, and what else exists as inputs; returns
         the number of parameters of all ranks together, as far as this rank can tell."""
         parameters: dict[int, int] = {}
-        for module in _living(nn.Module):
+        for module in living(nn.Module):
             own = [*module.parameters(recurse=False)]
             parameters |= {id(x): x.numel() for x in own if self.memory.number(local(x).untyped_storage())}
             self._tag("parameters", *own, *module.buffers(recurse=False))
-        for optimizer in _living(Optimizer):
+        for optimizer in living(Optimizer):
             self._tag_update(optimizer)
         log = self.memory.log
         for number in {abs(event) - 1 for event in log.events} - {-event - 1 for event in log.events}:
@@ -186,7 +186,7 @@ class StepWatcher(Recorder):
 
     def tag_made(self) -> None:
         """Tag the optimizers' tensors that the step has made."""
-        for optimizer in _living(Optimizer):
+        for optimizer in living(Optimizer):
             self._tag_update(optimizer)
 
     def _tag_update(self, optimizer: Optimizer) -> None:
@@ -220,6 +220,6 @@ def local(x: Tensor) -> Tensor:
     return x
 
 
-def _living(kind: type) -> list[Any]:
+def living(kind: type) -> list[Any]:
     """The objects of a class that exist."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

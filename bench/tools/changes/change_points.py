@@ -108,7 +108,8 @@ def _confirmed(logs: NDArray[Any], bounds: list[int]) -> list[int]:
 def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
     """The probability that noise without a change makes so large a difference between the means of ``left``
     and ``right``, for the best of all places; 1 if the difference is below :data:`MINIMUM_EFFECT`."""
-    if abs(right.mean() - left.mean()) < math.log1p(MINIMUM_EFFECT):
+    effect = abs(right.mean() - left.mean())
+    if effect < math.log1p(MINIMUM_EFFECT):
         return 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns if all values of a side are equal

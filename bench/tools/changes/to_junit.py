@@ -43,6 +43,10 @@ def export(request: ExportRequest) -> Exported:
     for name in request.not_run:
         element = SubElement(root, "testsuite", name=name)
         _skip(SubElement(element, "testcase", name=name, classname=name, time="0"), "not run")
+    for element in root.iter():
+        element.text = element.text and _NO_CHARACTERS.sub("?", element.text)
+        element.attrib.update({name: _NO_CHARACTERS.sub("?", value) for name, value in element.items()})
+    for element in root:
         _count(element)
     for total in ("tests", "failures", "errors"):
         root.set(total, str(sum(int(suite.attrib[total]) for suite in root)))
@@ -56,26 +60,23 @@ def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Diffe
     origins = {"head": suite.shown_origin}
     origins |= {"base": suite.base.shown_origin} if suite.base else {}
     for name, value in origins.items():
-        SubElement(properties, "property", name=name, value=_clean(value))
+        SubElement(properties, "property", name=name, value=value)
     rows = suite.cells
     gone = [key for key in (suite.base.cells if suite.base else ()) if key not in rows]
     for key in (*rows, *gone):
         row = rows.get(key)
         case = _case(element, key, suite.name, row)
-        if row is not None:
-            read = {name: f"{integral(number.value)} {number.unit}" for name, number in readings(row).items()}
-            for name, text in read.items():
-                SubElement(properties, "property", name=f"{key}/{name}", value=_clean(text))
-        else:
-            read = {}
+        read = readings(row) if row is not None else {}
+        lines = {name: f"{integral(number.value)} {number.unit}" for name, number in read.items()}
+        for name, text in lines.items():
+            SubElement(properties, "property", name=f"{key}/{name}", value=text)
         _verdict(case, row, differences.get(key, ()))
         if suite.base and len(case) == 0 and (why := _not_judged(suite, key)):
             _skip(case, why)
-        lines = [f"{name}: {text}" for name, text in read.items()]
         if row is not None and (band := with_band(row)["measurement"]).get("band"):
-            lines.append(f"step time: {shown_band(band)} ({band['band']})")
-        SubElement(case, "system-out").text = _clean("\n".join(["status: " + _status(row), *lines]))
-    _count(element)
+            lines["step time"] = f"{shown_band(band)} ({band['band']})"
+        said = {"status": _status(row), **lines}
+        SubElement(case, "system-out").text = "\n".join(f"{name}: {text}" for name, text in said.items())
 
 
 def _claims(root: Element, suite: Suite, differences: Mapping[str, Sequence[Difference]]) -> None:
@@ -89,12 +90,11 @@ def _claims(root: Element, suite: Suite, differences: Mapping[str, Sequence[Diff
         _verdict(case, None, differences.get(name, ()))
         if suite.base is None or (suite.judgement and name in suite.judgement.unjudged):
             _skip(case, "not judged")
-    _count(element)
 
 
 def _case(suite: Element, name: str, classname: str, row: Row | None) -> Element:
     elapsed = f"{(row.get('elapsed_s') if row else None) or 0.0:.3f}"
-    return SubElement(suite, "testcase", name=_clean(name), classname=classname, time=elapsed)
+    return SubElement(suite, "testcase", name=name, classname=classname, time=elapsed)
 
 
 def _verdict(case: Element, row: Row | None, differences: Iterable[Difference]) -> None:
@@ -105,12 +105,10 @@ def _verdict(case: Element, row: Row | None, differences: Iterable[Difference]) 
     worse = [difference for difference in differences if difference.fails]
     if wrong == "error" or (wrong and not worse):
         reason = str((row and row.get("reason")) or status)
-        SubElement(case, wrong, type=status, message=_clean(reason))
+        SubElement(case, wrong, type=status, message=reason)
     elif worse:
-        text = "\n".join(_line(difference) for difference in worse)
-        SubElement(case, "failure", type=worse[0].verdict, message=_clean(_line(worse[0]))).text = _clean(
-            text
-        )
+        lines = list(map(_line, worse))
+        SubElement(case, "failure", type=worse[0].verdict, message=lines[0]).text = "\n".join(lines)
 
 
 def _not_judged(suite: Suite, key: str) -> str:
@@ -125,7 +123,7 @@ def _not_judged(suite: Suite, key: str) -> str:
 
 
 def _skip(case: Element, why: str) -> None:
-    SubElement(case, "skipped", type="not judged", message=_clean(why))
+    SubElement(case, "skipped", type="not judged", message=why)
 
 
 def _status(row: Row | None) -> str:
@@ -148,7 +146,3 @@ def _count(suite: Element) -> None:
     for attribute, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(attribute, str(sum(case.find(tag) is not None for case in cases)))
     suite.set("time", f"{sum(float(case.attrib['time']) for case in cases):.3f}")
-
-
-def _clean(text: str) -> str:
-    return _NO_CHARACTERS.sub("?", text)

@@ -1,19 +1,21 @@
-"""`spbench trace` at work: the simulated step of one cell, written event by event, and the text on it."""
+"""`spbench trace` at work: the step of one cell, or of the user's own program, and the text on it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Output, memory_table
+from spbench.bench.command_line.options import refuse_given
+from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message, remark
 from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Measurement
-from spbench.bench.units import shown_time
+from spbench.bench.units import gib, mib, shown_time, three_digits
 from spbench.impls import Unsupported
 
 
@@ -27,8 +29,6 @@ def traced(
 ) -> Output:
     """Trace a cell, and return the output of `spbench trace`; the arguments are the command's options."""
     if measure.names_a_step(scenario):
-        from spbench.bench.tools.run.own_step_trace import traced_step
-
         return traced_step(scenario, narrowing, ranks, engine, output)
     if engine != "virtual":
         raise UserError(f"{scenario}: --engine {engine} is for a step of your own, FILE.py:FUNCTION")
@@ -104,3 +104,105 @@ def _spoken(seconds: Mapping[str, float]) -> str:
     """The parts of a step as text, such as "bubble 2.31 ms, host 1.2 ms"; ``seconds`` is by part."""
     named = {part.removesuffix("_s"): shown_time(value) for part, value in seconds.items()}
     return ", ".join(f"{_WORDS.get(name, name.replace('_', ' '))} {time}" for name, time in named.items())
+
+
+#: the options of the command that choose among the cells of a scenario
+_OF_CELLS = ("strategy", "model", "where", "changes", "variant", "batch", "seq_len")
+#: the most lines of what is alive at the peak that a terminal shows
+_MOST = 12
+
+_HELD = (
+    Column("GiB", "bytes", gib),
+    Column("kind", "kind", lambda kind: kind.replace("_", " ")),
+    Column("allocated in", "place"),
+    Column("tensors", "tensors"),
+)
+_SENT = (
+    *(Column(name, name) for name in ("phase", "collective", "axis")),
+    Column("ranks", "group_size"),
+    Column("calls", "count"),
+    Column("MiB of tensors", "payload_bytes", mib),
+    Column("MiB sent by a GPU", "sent_bytes", mib),
+)
+
+
+def traced_step(
+    step: str,
+    narrowing: measure.Narrowing,
+    ranks: Sequence[int | None],
+    engine: str,
+    output: Path,
+) -> Output:
+    """Trace a step of the user's own, and return the output of `spbench trace`.
+
+    Args:
+        step: "FILE.py:FUNCTION".
+        narrowing: has one cluster and one world size.
+        ranks: ranks that are traced and written in addition to the first of each class; None: all.
+        output: the file of the timeline (.json or .json.gz), or a folder that also keeps the row.
+
+    Raises:
+        UserError: the step cannot be watched, with the user's line; or an option is missing.
+    """
+    refuse_given(_OF_CELLS, "chooses among the cells of a scenario, and has no effect on a step of your own")
+    clusters, world_sizes = narrowing.clusters, narrowing.world_sizes
+    if len(clusters) != 1 or len(world_sizes) != 1:
+        raise UserError(f"{step}: give one --world-size and one --cluster, such as --cluster dgx-h100")
+    world = world_sizes[0]
+    every = None if None in ranks else [rank for rank in ranks if rank is not None]
+    remark(f"tracing {step}")
+    measured: measure.MeasuredStep
+    if engine == "distributed":
+        measured = measure.real_step(step, world, clusters[0], measure.chosen_device("available"))
+    else:
+        measured = measure.measured_step(step, world, clusters[0], every)
+    result = measured.measurement
+    folder = not {".json", ".gz"} & {*output.suffixes}
+    timeline = output / "trace.json" if folder else output
+    written = [*(range(world) if every is None else every)] or [ranks[0] for ranks in measured.classes.ranks]
+    files = [measured.keep(output)] if folder else []
+    banded = measure.with_band(measured.row)["measurement"]
+    if result.bound:  # the time is simulated
+        files.append(measured.timeline.export(timeline, written))
+    if result.unpriced_operators:
+        names = ", ".join(sorted(result.unpriced_operators))
+        message(
+            f"spbench: warning: priced by their bytes alone, without FLOPs: {names}; if one does matmuls, "
+            "torch.utils.flop_counter.register_flop_formula(torch.ops.ns.name) tells its FLOPs"
+        )
+    return Output(
+        [
+            _verdict(measured, banded),
+            Table.of(f"Alive at the peak of rank {result.peak_rank}", _HELD, measured.held(), most=_MOST),
+            Table.of("Communication of a step", _SENT, result.communication),
+        ],
+        {"row": {**measured.row, "measurement": banded}, "classes": str(measured.classes)},
+        [measure.flat(measured.row)],
+        files=files,
+        code=int(result.status != "ok"),
+        details=[memory_table({measured.cell.key: result.as_dict()})],
+    )
+
+
+def _verdict(measured: measure.MeasuredStep, banded: Mapping[str, Any]) -> str:
+    """The first lines: whether the step fits, its memory and its time, and which ranks were traced."""
+    result, verdict = measured.measurement, measured.verdict
+    word = "fits" if verdict is None else verdict.word
+    usable = result.usable_memory_bytes
+    lines = [
+        f"{word}: PyTorch reserves {gib(result.reserved_memory_bytes)} GiB"
+        + (f" of {gib(usable)} GiB" if usable else "")
+        + f", peak {gib(result.peak_memory_bytes)} GiB in {result.peak_phase} on rank {result.peak_rank}"
+        + (f"; {why}" if (why := result.reason or (verdict.reason if verdict else "")) else "")
+    ]
+    if (samples := result.step_time_samples_s) and result.step_time_s:
+        time, ranks = shown_time(result.step_time_s), measured.cell.sizes.world
+        lines.append(f"step time {time} measured on {ranks} real ranks, the median of {len(samples)} steps")
+    elif result.step_time_s:
+        lines.append(
+            f"step time {shown_band(banded)} simulated, most of it {result.bound}"
+            + (f", MFU {three_digits(100 * result.mfu)}%" if result.mfu else "")
+            + f"; {banded['band']}"
+        )
+        lines.append(f"mean over ranks: {_spoken(result.breakdown)}")
+    return "\n".join([*lines, *([] if samples else [str(measured.classes)])])

@@ -7,10 +7,9 @@ import pytest
 import spbench
 from spbench.bench.errors import UserError
 from spbench.bench.measure.steps import traced_step
-from spbench.bench.measure.steps.fake_world import mesh_of
 from spbench.bench.measure.steps.step_file import OwnStep
-from spbench.bench.measure.steps.step_recorder import StepRecorder
-from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.steps.traced_step import mesh_of
+from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 HEAD = """
@@ -95,11 +94,7 @@ def test_the_plain_recorder_sees_the_same(monkeypatch, name):
     step = OwnStep.of(f"{EXAMPLES / name}.py:train")
     cell = spbench.Cell(model=step.name, strategy="own_step", sizes={"dp": 2}, cluster="dgx-h100")
     fast = traced_step.trace_step(step, cell, 1)
-    monkeypatch.setattr(
-        StepRecorder.__mro__[1],
-        "__torch_dispatch__",
-        lambda self, *args: Recorder.__torch_dispatch__(self, *args),
-    )
+    monkeypatch.setattr(FastRecorder, "__torch_dispatch__", Recorder.__torch_dispatch__)
     assert traced_step.trace_step(step, cell, 1).trace.same(fast.trace)
 
 

@@ -1,0 +1,30 @@
+"""A step on real ranks next to the same step on fake ranks: equal bytes, and equal memory of tensors."""
+
+from pathlib import Path
+
+import pytest
+
+from spbench.bench.errors import UserError
+from spbench.bench.measure.steps.measured_step import measured_step, real_step
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
+
+
+@pytest.mark.parametrize(
+    ("file", "apart"),
+    # the CPU's attention keeps other statistics than a GPU's, which fake ranks play
+    [("pipeline", 0.0), ("fsdp", 0.005)],
+)
+def test_real_ranks_measure_what_fake_ranks_do(file: str, apart: float):
+    step = f"{EXAMPLES / file}.py:train"
+    real, fake = real_step(step, 2, "local", "cpu").measurement, measured_step(step, 2, "local").measurement
+    assert real.communication == fake.communication
+    assert real.peak_memory_bytes == pytest.approx(fake.peak_memory_bytes, rel=apart, abs=0)
+    assert real.peak_phase == fake.peak_phase
+    assert len(real.step_time_samples_s) == 5
+
+
+def test_an_error_on_a_real_rank_names_the_line(tmp_path: Path):
+    (tmp_path / "step.py").write_text("def train():\n    raise ValueError('no data')\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"step.py:2, raise ValueError\('no data'\)"):
+        real_step(f"{tmp_path / 'step.py'}:train", 1, "local", "cpu")
