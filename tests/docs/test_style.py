@@ -1,8 +1,9 @@
 """The prose of the pages keeps to the rules of style.py, but for the faults that style.yaml counts.
-Numbers in the prose of docs/gpu.md and docs/import.md are those of committed files and of arithmetic."""
+Numbers in the prose of some pages of docs are those of committed files and of arithmetic."""
 
 import csv
 import re
+from pathlib import Path
 from typing import Any
 
 import click
@@ -123,7 +124,8 @@ def test_a_page_answers_its_title_first(markdown: str, fault: bool) -> None:
     assert list(style.faults(markdown, opening=False)) == []
 
 
-CHECK = style.ROOT / "results" / "gpu" / "2026-11-26-nvidia-h200"
+RESULTS = style.ROOT / "results"
+CHECK = RESULTS / "gpu" / "2026-11-26-nvidia-h200"
 
 
 def numbers(page: str, sentence: str) -> list[float]:
@@ -131,8 +133,38 @@ def numbers(page: str, sentence: str) -> list[float]:
     return [float(each.replace(",", "")) for each in found.groups()]
 
 
-def rows(name: str) -> list[dict[str, str]]:
-    return [*csv.DictReader((CHECK / name).open(newline=""))]
+def rows(name: str, folder: Path = CHECK) -> list[dict[str, str]]:
+    return [*csv.DictReader((folder / name).open(newline=""))]
+
+
+def test_conclusions_from_layouts_on_64_gpus() -> None:
+    lines = rows("same_work.csv", RESULTS / "four_d")[::-1]  # the first work of a model counts
+    steps = {
+        (line["work"].split()[0], line["layout, outermost axis first"]): line["step s"] for line in lines
+    }
+    rings = [
+        "sp 8 x tp 8, Megatron-SP + Ring",
+        "tp 8 x sp 8, Megatron-SP + Ring",
+        "sp 64, Ring",
+        "dp 8 x sp 8, Ring",
+    ]
+    best, worst, far, near = (float(steps["A", layout]) for layout in rings)
+    replicas, rsa = (float(steps["BERT-Large", layout]) for layout in ("dp 64, single", "sp 64, RSA"))
+    for sentence, expected in (
+        (r"takes ([\d.]+) s with replicas only, and ([\d.]+) s with RSA", [replicas, rsa]),
+        (r"([\d.]+) s with tensor parallelism within the node, and ([\d.]+) s", [best, worst]),
+        (r"64 GPUs takes ([\d.]+) times as long", [far / near]),
+    ):
+        assert numbers("composition.md", sentence) == pytest.approx(expected, abs=0.05)
+
+
+def test_how_much_of_the_peak_the_longest_sequences_reach() -> None:
+    found = {line["name"]: float(line["mfu"]) for line in reversed(rows("layouts.csv", RESULTS / "advice"))}
+    for sentence, name in (
+        (r"peak FLOPs\) of (\d+)%", "8b-8-1m"),
+        (r"two replicas reaches (\d+)%", "8b-64-1m"),
+    ):
+        assert numbers("advice.md", sentence) == [round(100 * found[name])]
 
 
 def test_what_one_h200_has_shown() -> None:

@@ -3,10 +3,9 @@
 Fake tensors are on the CPU, because a build of torch without CUDA cannot make others. So a step that asks
 for its device, or that writes "cuda" out, gets the CPU's fake tensors.
 
-Attention as a GPU runs it: torch's scaled_dot_product_attention by the fused operators of CUDA.
-
-For the CPU's tensors torch calls operators of the CPU, which no list of what a selective checkpoint keeps
-names, and which torch's context parallelism does not turn into a ring.
+Attention, RMSNorm and dropout run as on a GPU, by the fused operators of CUDA. For the CPU's tensors torch
+calls other operators. No list of what a selective checkpoint keeps names the CPU's attention, torch's context
+parallelism does not turn it into a ring, and RMSNorm and dropout keep more tensors for backward.
 """
 
 import warnings
@@ -27,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.starting import environment_with
 from spbench.bench.measure.trace import torch_internals
-from spbench.bench.measure.trace.torch_internals import attention_order
+from spbench.bench.measure.trace.torch_internals import attention_order, below_autograd
 
 #: devices that are played on the CPU, and the CPU with a number, which fake tensors tell from the CPU
 _PLAYED = ("cuda", "xpu", "cpu")
@@ -131,7 +130,7 @@ def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh
     """
     with (
         fake_mesh({"dp": world}, rank) as mesh,
-        attention_of_gpus(),
+        operators_of_gpus(),
         rank_of_world(rank, world, of_node) as made,
     ):
         yield mesh, made
@@ -216,34 +215,6 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
     }
 
 
-def bounds_of(ranks: Sequence[int]) -> set[int] | None:
-    """The distances at which a group of ranks cuts the world, so that a mesh whose axes end there has the
-    group as a block of axes; None: the group is no such block."""
-    bounds: set[int] = set()
-    apart = [each - ranks[0] for each in sorted(ranks)]
-    while len(apart) > 1:
-        step = apart[1]
-        run = next((n for n in range(1, len(apart)) if apart[n] != n * step), len(apart))
-        places = (apart[n - n % run] + n % run * step for n in range(len(apart)))
-        if len(apart) % run or [*places] != apart:
-            return None
-        bounds |= {step, step * run}
-        apart = apart[::run]
-    return bounds
-
-
-def mesh_of(groups: Sequence[Sequence[int]], world: int) -> tuple[int, ...]:
-    """The sizes of the coarsest mesh of ``world`` ranks of which each group is a block of axes, from the
-    slowest axis to the fastest; (world,) if there is none."""
-    every = [bounds_of(group) for group in groups]
-    if None in every:
-        return (world,)
-    ordered = sorted({1, world}.union(*(each for each in every if each)))
-    if any(larger % smaller for smaller, larger in pairwise(ordered)):
-        return (world,)
-    return tuple(larger // smaller for smaller, larger in pairwise(ordered))[::-1] or (1,)
-
-
 def axes_of(meshes: Sequence[DeviceMesh], world: int) -> dict[str, str]:
     """The axis of each process group of this rank, by the group's name: a dimension of one of the user's
     meshes, "world" for all ranks, or what the group is like, as "4 ranks, 2 apart"."""
@@ -321,15 +292,47 @@ def _attention(
     return output
 
 
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
+        with below_autograd():
+            y, rstd = _ATEN._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.shape = shape
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        d_x, d_weight = _ATEN._fused_rms_norm_backward(*gradients, x, ctx.shape, rstd, weight, wanted)
+        return d_x, None, d_weight, None
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """The output of rms_norm, whose arguments these are; torch fuses it only in one precision."""
+    if weight is not None and weight.dtype != x.dtype:
+        return _ATEN._fused_rms_norm(x, shape, weight, eps)[0]
+    return _RmsNorm.apply(x, shape, weight, eps)
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return _ATEN.native_dropout(x, p, True)[0] if train and p > 0 else x
+
+
 @contextmanager
-def attention_of_gpus() -> Iterator[None]:
-    """Within the context, scaled_dot_product_attention of the CPU's tensors calls CUDA's operators, which
-    only fake tensors can take. torch's dispatcher calls them, because a mode of torch's functions does not
-    see what runs within other functions of torch, for example a recomputation in backward."""
+def operators_of_gpus() -> Iterator[None]:
+    """Within the context, functions of the CPU's tensors call CUDA's operators, which only fake tensors can
+    take. torch's dispatcher calls them, because a mode of torch's functions does not see what runs within
+    other functions of torch, for example a recomputation in backward."""
+    functions = {"scaled_dot_product_attention": _attention, "rms_norm": _rms_norm, "dropout": _dropout}
     library = torch.library.Library("aten", "IMPL")
     try:
-        for key in ("AutogradCPU", "CPU"):
-            library.impl("scaled_dot_product_attention", _attention, key)
+        for name, function in functions.items():
+            for key in ("AutogradCPU", "CPU"):
+                library.impl(name, function, key)
         yield
     finally:
         library._destroy()

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.simulator.program import MATMUL, PRECISION_NAMES
-from spbench.bench.measure.steps.fake_world import axes_of, fake_world, mesh_of
+from spbench.bench.measure.steps.fake_world import axes_of, fake_world
 from spbench.bench.measure.steps.step_file import Build, OwnStep, Step, named_lines
 from spbench.bench.measure.steps.step_recorder import StepRecorder, StepWatcher
 from spbench.bench.measure.trace import torch_internals
@@ -98,6 +98,34 @@ def precision_of(traces: Sequence[Trace]) -> str:
         flops += np.bincount(program.precision[matmul], program.flops[matmul], len(PRECISION_NAMES))
     most = PRECISION_NAMES[int(flops.argmax())] if flops.any() else "fp32"
     return {"fp8": "bf16"}.get(most, most)
+
+
+def bounds_of(ranks: Sequence[int]) -> set[int] | None:
+    """The distances at which a group of ranks cuts the world, so that a mesh whose axes end there has the
+    group as a block of axes; None: the group is no such block."""
+    bounds: set[int] = set()
+    apart = [each - ranks[0] for each in sorted(ranks)]
+    while len(apart) > 1:
+        step = apart[1]
+        run = next((n for n in range(1, len(apart)) if apart[n] != n * step), len(apart))
+        places = (apart[n - n % run] + n % run * step for n in range(len(apart)))
+        if len(apart) % run or [*places] != apart:
+            return None
+        bounds |= {step, step * run}
+        apart = apart[::run]
+    return bounds
+
+
+def mesh_of(groups: Sequence[Sequence[int]], world: int) -> tuple[int, ...]:
+    """The sizes of the coarsest mesh of ``world`` ranks of which each group is a block of axes, from the
+    slowest axis to the fastest; (world,) if there is none."""
+    every = [bounds_of(group) for group in groups]
+    if None in every:
+        return (world,)
+    ordered = sorted({1, world}.union(*(each for each in every if each)))
+    if any(larger % smaller for smaller, larger in pairwise(ordered)):
+        return (world,)
+    return tuple(larger // smaller for smaller, larger in pairwise(ordered))[::-1] or (1,)
 
 
 @dataclass(frozen=True)

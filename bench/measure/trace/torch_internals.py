@@ -141,6 +141,11 @@ def attention_order() -> list[SDPBackend]:
     return [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
 
 
+def below_autograd() -> Any:
+    """A context in which operators make no autograd nodes, and reach modes whole."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def without_dispatch() -> Any:
     """A context in which operators reach no mode and no subclass of tensors."""
     return torch._C._DisableTorchDispatch()

@@ -32,7 +32,7 @@ import numpy as np
 import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.metrics import Difference, Reading, readings, verdict_of_change
+from spbench.bench.tools.changes.metrics import TABLES, Difference, Reading, readings, verdict_of_change
 from spbench.bench.tools.changes.result_files import origin_of
 from spbench.bench.units import shown_bytes, shown_time
 
@@ -190,18 +190,6 @@ def _metrics(count: int) -> str:
     return "1 measured metric" if count == 1 else f"{count} measured metrics"
 
 
-#: the parts of a simulated step that add up to it, by their names in ``parts`` and ``breakdown`` of a row
-STEP_PARTS = {
-    "matmul_s": "matmuls",
-    "attention_s": "attention kernels",
-    "memory_bound_s": "memory-bound operators",
-    "intra_node_s": "waits for intra-node links",
-    "inter_node_s": "waits for inter-node links",
-    "bubble_s": "pipeline bubble",
-    "overhead_s": "overhead of the step",
-    "host_s": "waits for the host's launches",
-}
-
 #: a part is named only if its change exceeds this share of the sum of all parts' absolute changes
 _LEAST_SHARE = 0.05
 #: the number of parts that are named, those that changed most
@@ -278,7 +266,7 @@ def _sent(measured: Mapping[str, Any]) -> dict[str, float]:
 
 def _step(measured: Mapping[str, Any]) -> dict[str, float]:
     seconds = {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})}
-    return {words: seconds[name] or 0.0 for name, words in STEP_PARTS.items() if name in seconds}
+    return TABLES.record("parts of a step", seconds)
 
 
 def _peak(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:

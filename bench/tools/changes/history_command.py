@@ -10,12 +10,11 @@ import click
 
 from spbench.bench.command_line.options import printed
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.tools.changes.history import Assessment, History, Target, counts, read_history
+from spbench.bench.tools.changes.metrics import TABLES
 from spbench.bench.tools.changes.series import Series, Step
 from spbench.plots.series import grouped
 
-TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: so many series or fewer are shown commit by commit; an overview of so many or fewer has quiet series too
 _IN_FULL, _AT_A_GLANCE = 3, 20
 

@@ -4,14 +4,12 @@ share one line."""
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.row import finite
 from spbench.bench.tools.changes.judgement import Judgement
-from spbench.bench.tools.changes.metrics import METRICS, Difference
+from spbench.bench.tools.changes.metrics import METRICS, TABLES, Difference
 from spbench.bench.units import LEAST_CHANGE, shown_pair, shown_value, six_digits
 from spbench.plots.series import grouped as by_value
 
@@ -126,10 +124,9 @@ def judgement_report(
     """
     differences = judgement.differences
     tested = any(difference.p is not None for difference in differences)
-    tables = RecordForms(Path(__file__).with_name("tables.yaml"))
 
     def table(title: str, groups: Sequence[ChangeGroup]) -> Table:
-        return tables.table("differences", title, groups, tested=tested)
+        return TABLES.table("differences", title, groups, tested=tested)
 
     groups, each = grouped(differences), [ChangeGroup([difference]) for difference in differences]
     lines = [finite(asdict(difference)) for difference in differences]

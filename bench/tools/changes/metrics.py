@@ -11,13 +11,18 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.measure import engine_classes
 from spbench.bench.measurement import Status
 from spbench.bench.row import Row
 from spbench.plots.series import grouped
+
+#: the records and tables of histories, of the gate, and of its reasons
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 #: the statuses of cells from best to worst
 STATUSES: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")

@@ -7,8 +7,8 @@ import pytest
 import spbench
 from spbench.bench.errors import UserError
 from spbench.bench.measure.steps import traced_step
-from spbench.bench.measure.steps.fake_world import mesh_of
 from spbench.bench.measure.steps.step_file import OwnStep
+from spbench.bench.measure.steps.traced_step import mesh_of
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"

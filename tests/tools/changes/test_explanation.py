@@ -10,9 +10,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.row import finite
-from spbench.bench.tools.changes.change_evidence import STEP_PARTS, why
+from spbench.bench.tools.changes.change_evidence import why
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.judgement_report import grouped, shown_pair
+from spbench.bench.tools.changes.metrics import TABLES
 from spbench.bench.tools.changes.result_files import Results
 
 Row = dict[str, Any]
@@ -36,7 +37,7 @@ def test_the_parts_of_a_step_add_up_to_it(row: Row) -> None:
     """So that what moved explains the whole change."""
     measured = row["measurement"]
     seconds = {**measured["breakdown"], **measured["parts"]}
-    assert sum(seconds.get(name, 0) for name in STEP_PARTS) == pytest.approx(measured["step_time_s"])
+    assert sum(TABLES.record("parts of a step", seconds).values()) == pytest.approx(measured["step_time_s"])
 
 
 def longer(measured: Row) -> None:

@@ -1,4 +1,4 @@
-"""A user's step calls attention as a GPU runs it, also where torch runs its code again in backward."""
+"""A user's step calls attention, RMSNorm and dropout as a GPU runs them, also in recomputation."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from spbench import measure_step
-from spbench.bench.measure.steps.fake_world import attention_of_gpus, kernel_of
+from spbench.bench.measure.steps.fake_world import kernel_of, operators_of_gpus
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode
 from spbench.impls import backward_flops, forward_flops
 
@@ -47,7 +47,7 @@ def test_the_order_is_the_steps():
 def test_every_kernel_has_gradients(kernel, masked):
     if masked and kernel == FLASH:
         pytest.skip("flash attention takes no mask")
-    with attention_of_gpus(), FakeTensorMode(), sdpa_kernel(kernel):
+    with operators_of_gpus(), FakeTensorMode(), sdpa_kernel(kernel):
         q, k, v = (torch.empty(SHAPE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool) if masked else None
         output = scaled_dot_product_attention(q, k, v, mask)
@@ -96,3 +96,25 @@ def test_a_checkpoint_keeps_the_gpus_operator(policy, forwards):
     shapes = (SHAPE,) * 3
     assert measured.flops["all"] == forwards * forward_flops(*shapes, True) + backward_flops(*shapes, True)
     assert not measured.unpriced_operators
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_rms_norm_keeps_a_number_per_row_where_torch_fuses_it(weight_dtype):
+    def train():
+        norm = nn.RMSNorm(1024, device="cuda", dtype=weight_dtype)
+        x = torch.empty(2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return lambda: norm(x).sum().backward()
+
+    held = measure_step(train, world_size=1, cluster="dgx-h100").measurement.peak_held
+    kept = held["activations"] + held["temporaries"]
+    x_bytes = 2048 * 1024 * 2
+    assert (kept < 3 * x_bytes) == (weight_dtype is torch.bfloat16)
+
+
+def test_dropout_keeps_a_byte_per_number():
+    def train():
+        x = torch.empty(1024, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        dropout = nn.Dropout(0.1)
+        return lambda: dropout(x).sum().backward()
+
+    assert 2**20 in [each["bytes"] for each in measure_step(train, world_size=1, cluster="dgx-h100").held()]
