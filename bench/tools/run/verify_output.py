@@ -13,6 +13,7 @@ from spbench.bench import measure
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file, read_model_file
@@ -238,27 +239,11 @@ def _bytes_of(rows: Sequence[measure.Verdict]) -> str | None:
     return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
 
 
-#: how many reasons, and how many rows of grouped cases, a terminal shows without --details
-_FIRST, _MOST = 2, 6
+#: how many reasons a terminal shows without --details
+_FIRST = 2
 _ALIKE = ("strategy", "model", "part", "dtype", "status")
 
-#: the columns of grouped cases
-_FOLDED = (
-    *(Column(name, name) for name in (*_ALIKE, "cases")),
-    Column("worst error", "error", "{:.1e}".format),
-    *(Column(name, name) for name in ("tensor", "why")),
-)
-#: the columns of single verdicts; ``why`` is the number of a text below the table
-_COLUMNS = (
-    Column("strategy", "strategy"),
-    Column("model", "model"),
-    Column("variant", "variant"),
-    *(Column(name, name) for name in ("part", "mesh", "dtype", "status")),
-    *(Column(name, name, "{:.1e}".format) for name in ("error", "limit")),
-    *(Column(name, name) for name in ("tensor", "rank")),
-    Column("factor", "factor", "{:.4g}".format),
-    Column("why", "why"),
-)
+_TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
 def _folded(title: str, rows: Sequence[measure.Verdict], texts: int | None = None) -> list[Table | str]:
@@ -278,8 +263,7 @@ def _folded(title: str, rows: Sequence[measure.Verdict], texts: int | None = Non
         )
     if not lines:
         return []
-    important = ("status", "strategy", "model", "cases", "why")
-    table = Table.of(f"{title}, like cases together", _FOLDED, lines, important=important, most=_MOST)
+    table = _TABLES.table("alike", f"{title}, like cases together", lines)
     return [table, *_numbered(reasons[:texts])]
 
 
@@ -290,9 +274,7 @@ def _each(rows: Sequence[measure.Verdict]) -> list[Table | str]:
     texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
     numbered = [{**row, "why": f"({texts.index(_why(row)) + 1})" if _why(row) else None} for row in rows]
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
-    important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
-    table = Table.of(title, _COLUMNS, numbered, important=important, below=("variant",))
-    return [table, *_numbered(texts)]
+    return [_TABLES.table("case", title, numbered), *_numbered(texts)]
 
 
 def _numbered(texts: Sequence[str]) -> list[str]:
