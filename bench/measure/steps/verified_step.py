@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 
 from spbench.bench import units
 from spbench.bench.measure.processes.rank_pool import Ranks
@@ -36,7 +35,7 @@ from spbench.bench.measure.processes.torchrun import ranks_for
 from spbench.bench.measure.steps.fake_world import rank_of_world
 from spbench.bench.measure.steps.step_file import OwnStep, named_lines
 from spbench.bench.measure.steps.step_recorder import living
-from spbench.bench.measure.trace.torch_internals import TorchDispatchMode, replaced
+from spbench.bench.measure.trace.torch_internals import TorchDispatchMode, replaced, tree_map_only
 from spbench.bench.measure.verify.cases import failed_row, judged_row
 from spbench.bench.measure.verify.explanation import failed_calls, logging_calls
 from spbench.bench.measure.verify.judged import (

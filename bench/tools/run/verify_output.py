@@ -31,7 +31,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def verified(
-    scenario: str,
+    subject: str,
     strategy: Sequence[str],
     model: Sequence[str],
     *,
@@ -46,14 +46,14 @@ def verified(
     output: Path | None,
 ) -> Output:
     """Verify strategies, and return the output of `spbench verify`; the arguments are the command's options,
-    and ``scenario`` is a step of the user's own, "" for strategies.
+    and ``subject`` is a step of the user's own, "" for strategies.
 
     Raises:
         UserError: a name is unknown, or an option or its value is refused.
     """
     of_cases = (strategy, model, pairs, peers, dtype, part, changes, backend != DEFAULT_BACKEND)
-    if scenario and (any(of_cases) or device == "cuda"):
-        raise UserError(f"{scenario} is verified in float64 as it is; leave out all options but --world-size")
+    if subject and (any(of_cases) or device == "cuda"):
+        raise UserError(f"{subject} is verified in float64 as it is; leave out all options but --world-size")
     if peers:
         strategy = [
             *strategy,
@@ -63,7 +63,7 @@ def verified(
     models = [name for text in model for name in measure.cell_names("model", text)]
     _check_names(named, models, dtype, part, backend)
     options = _options(changes, [models, named, [backend]])
-    on = measure.chosen_device(device or ("cpu" if scenario else "available"))
+    on = measure.chosen_device(device or ("cpu" if subject else "available"))
     made_by: measure.Verdict = {"backend": backend, "device": on}
     made_by |= {name: measure.provenance()[name] for name in ("commit", "torch")}
     made_by |= {"code": measure.verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -81,11 +81,9 @@ def verified(
         device=on,
         explain=1,
     )
-    verdicts = _kept(
-        partial(measure.verify_step, scenario, world_size) if scenario else cases, made_by, output
-    )
+    verdicts = _kept(partial(measure.verify_step, subject, world_size) if subject else cases, made_by, output)
     judged = _output(verdicts, named, [output / measure.VERDICTS_FILE] if output is not None else [])
-    if judged.code == 0 and not (scenario or named or world_size or any(of_cases)):
+    if judged.code == 0 and not (subject or named or world_size or any(of_cases)):
         measure.keep_package_proof()
     return judged
 

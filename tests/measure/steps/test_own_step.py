@@ -160,7 +160,7 @@ def train():
         ),
         ("x.nonzero()", "step.py:11, x.nonzero(): aten.nonzero.default makes a shape that depends on values"),
         ("x @ x[:3]", "step.py:11, x @ x[:3]: RuntimeError"),
-        ("x.detach().pin_memory()", "step.py:11, x.detach().pin_memory(): pinned memory cannot be told"),
+        ("x.detach().pin_memory()", "step.py:11, x.detach().pin_memory(): a trace cannot tell pinned memory"),
         ("return {}['a']", "step.py:11, return {}['a']: KeyError: 'a'"),
     ],
 )
