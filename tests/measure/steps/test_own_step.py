@@ -113,7 +113,7 @@ def test_its_rows_are_kept_and_compared_as_those_of_cells(tmp_path):
     assert row["step_time_low_s"] < row["step_time_s"] < row["step_time_high_s"]
     judgement = judge(read_results(before), read_results(after, judged=True))
     assert judgement.word == "worse"
-    assert "sent" in {each.quantity for each in judgement.differences}
+    assert "sent_bytes" in {each.quantity for each in judgement.differences}
 
 
 def test_ranks_of_unlike_programs_are_classes(tmp_path):
