@@ -30,15 +30,7 @@ from spbench.impls import model_preset
 
 TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: the least and the largest reasonable value of each scalar; efficiencies are shares, costs are seconds
-BOUNDS = {
-    "efficiency": (1e-3, 1.0),
-    "compute_efficiency": (1e-3, 1.0),
-    "memory_efficiency": (1e-3, 1.0),
-    "link_efficiency": (1e-3, 1.0),
-    "step_overhead_s": (1e-6, 1e2),
-    "parameter_overhead_s": (1e-14, 1e-6),
-    "strided_element_s": (1e-14, 1e-6),
-}
+BOUNDS: Mapping[str, Sequence[float]] = TABLES.forms["bounds"]
 #: the most rounds of all fits, and the tolerance of a fit in the logarithm of its scalar
 _ROUNDS, _ARRIVED = 30, 1e-10
 #: the rounds end once each scalar's relative change is below this

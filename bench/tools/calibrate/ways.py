@@ -70,14 +70,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
 
 def figures(cluster: measure.Cluster) -> dict[str, Any]:
     """The rates and latencies of a cluster that do not depend on a size, by name."""
-    device, network = cluster.device, cluster.network
-    return {
-        "flops_per_s": device.peak_flops_per_s["fp32"].value,
-        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s.value,
-        "operator_s": None if cluster.host is None else cluster.host.operator_s.value,
-        "latency_s": network.latency_s.value,
-        "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s.value,
-    }
+    return TABLES.record("scalars", cluster)
 
 
 #: how often each cell is measured, with all other cells in between
