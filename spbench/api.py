@@ -166,7 +166,7 @@ def measure_step(
     """Measure a training step of your own, one of many fake ranks, as `spbench trace FILE.py:FUNCTION`.
 
     Args:
-        step: a function that builds model, optimizer and inputs by torch alone, and returns a callable that
+        step: a function that builds model, optimizer and inputs with torch only, and returns a callable that
             does one training step; or "FILE.py:FUNCTION".
         world_size: the number of ranks.
         cluster: the name or file of the cluster.
@@ -178,7 +178,7 @@ def measure_step(
         at the peak), ``timeline``, and ``keep(folder)``, which adds the row to a folder of results.
 
     Raises:
-        UserError: the step raises, or cannot be watched; names its line.
+        UserError: the step raises an error, or cannot be traced; the message names the line.
     """
     from spbench.bench.measure import measured_step
 

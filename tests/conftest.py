@@ -46,36 +46,36 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
-#: the files whose tests take 4 s or more of a busy core, the longest first: files whose ranks wait for each
+#: the files whose tests take 6 s or more of a busy core, the longest first: files whose ranks wait for each
 #: other alternate with files of one process, which use the idle cores
 LONGEST = (
-    "impls/test_green.py",
-    "measure/verify/test_cases.py",
-    "measure/engines/test_short_cuts.py",
     "impls/backends/test_training.py",
-    "tools/choose/test_advise.py",
-    "impls/strategies/test_grouped_query.py",
-    "measure/engines/test_peaks.py",
-    "plots/test_every_figure.py",
+    "measure/engines/test_short_cuts.py",
+    "impls/test_green.py",
+    "tools/papers/test_committed_reproduction.py",
     "measure/verify/test_planted_faults.py",
-    "impls/models/huggingface/test_config_files.py",
+    "measure/engines/test_peaks.py",
+    "impls/strategies/test_attention_alone.py",
+    "tools/commands/test_cli.py",
+    "measure/verify/test_cases.py",
+    "impls/test_sends.py",
     "measure/sweep/test_sweep.py",
-    "measure/engines/test_virtual.py",
     "impls/backends/test_backends.py",
+    "impls/models/test_experts.py",
     "impls/backends/test_fully_shard.py",
     "impls/training/test_step.py",
-    "impls/strategies/test_attention_alone.py",
-    "impls/kernels/test_fakes.py",
-    "measure/sweep/test_digest.py",
+    "measure/engines/test_repeating_runs.py",
+    "docs/test_blocks.py",
     "impls/kernels/test_triton.py",
-    "impls/models/test_tiles.py",
-    "tools/commands/test_cli.py",
     "plots/test_contents.py",
-    "scripts/test_mutations.py",
-    "tools/jobs/test_flags.py",
-    "measure/trace/test_telemetry.py",
-    "tools/choose/test_search.py",
-    "measure/engines/test_emulated.py",
+    "measure/engines/test_boundary.py",
+    "measure/engines/test_virtual.py",
+    "impls/kernels/test_fp8.py",
+    "api/test_rooms.py",
+    "impls/models/huggingface/test_config_files.py",
+    "impls/models/test_decoder_models.py",
+    "tools/choose/test_expert_folds.py",
+    "measure/processes/test_rank_pool.py",
 )
 
 

@@ -285,8 +285,7 @@ def body(place: str, *, starts_processes: bool = False) -> Callable[[Command], F
     Args:
         place: the function's module below bench/tools, and its name: "run.step_trace:traced". The function
             gets the values of the options by their names.
-        starts_processes: whether the body, unless it runs dry, runs cells in processes, whose server then
-            shares its imports.
+        starts_processes: whether the body starts processes, unless it runs dry; their server has its imports.
     """
 
     def with_body(command: Command) -> Function:

@@ -197,20 +197,15 @@ def bound_of(seconds: Mapping[str, float]) -> str:
     return most if taken[most] > 0 else ""
 
 
-def utilization(cell: Cell, step_time_s: float) -> float | None:
-    """Model FLOPs utilization (MFU), 0 to 1: :func:`model_flops` over the FLOPs that all ranks could do in
-    the step's time by their datasheet; None if the datasheet's peak is not known. For one model and length
-    MFU is proportional to the throughput of a GPU, whatever the strategy."""
-    return share_of_peak(model_flops(cell), cell, step_time_s)
-
-
-def share_of_peak(flops: float, cell: Cell, step_time_s: float) -> float | None:
-    """``flops`` over the FLOPs that all ranks could do in the step's time, see :func:`utilization`."""
+def utilization(cell: Cell, step_time_s: float, flops: float | None = None) -> float | None:
+    """Model FLOPs utilization (MFU), 0 to 1: ``flops`` (None: :func:`model_flops`) over the FLOPs that all
+    ranks could do in the step's time by their datasheet; None if the datasheet's peak is not known. For one
+    model and length MFU is proportional to the throughput of a GPU, whatever the strategy."""
     peaks = load_cluster(cell.cluster).device.peak_flops_per_s
     peak = next((figure.value for name, figure in peaks.items() if name == cell.precision), None)
     if not peak or step_time_s <= 0:
         return None
-    return flops / (step_time_s * peak * cell.sizes.world)
+    return (model_flops(cell) if flops is None else flops) / (step_time_s * peak * cell.sizes.world)
 
 
 def can_time(cell: Cell) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import OWN_STEP, Cell
+from spbench.bench.cell import OWN_STEP, Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.card_kernels import RatesUnknown
 from spbench.bench.measure.clusters.cluster import load_cluster
@@ -31,7 +31,7 @@ from spbench.bench.measure.engines.step_times import (
     add_rates,
     add_timed_steps,
     remark,
-    share_of_peak,
+    utilization,
 )
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
@@ -128,7 +128,7 @@ class MeasuredStep:
         forward, _, every = timeline.flops
         model = 3 * forward if every > forward else forward
         measured.flops = {"model": model, "forward": forward, "all": every}
-        measured.mfu = share_of_peak(model, self.cell, timeline.step_time_s)
+        measured.mfu = utilization(self.cell, timeline.step_time_s, model)
 
     @cached_property
     def _planned(self) -> Plan:
@@ -147,20 +147,17 @@ class MeasuredStep:
         try:
             cluster = load_cluster(self.cell.cluster)
             return Simulator(programs, self.classes.ranks, cluster, self.cell.precision, parameters)()
-        except Deadlock as error:
-            raise UserError(f"{self.step.name} never ends: {error}") from error
         except RatesUnknown:
             raise
         except ValueError as error:
-            raise UserError(f"{self.step.name}: {error}") from error
+            word = " never ends" if isinstance(error, Deadlock) else ""
+            raise UserError(f"{self.step.name}{word}: {error}") from error
 
     def held(self) -> list[dict[str, Any]]:
         """What is alive at the peak of the fullest rank, the largest first: ``bytes``, number of ``tensors``,
         their ``kind`` (:data:`CATEGORIES`) and the ``place``, the user's module and line that made them."""
-        fullest = (
-            each.trace for each in self.classes.traced if each.trace.rank == self.measurement.peak_rank
-        )
-        log = self._with_workspaces(next(fullest)).memory
+        rank, traces = self.measurement.peak_rank, [each.trace for each in self.classes.traced]
+        log = self._with_workspaces(next(each for each in traces if each.rank == rank)).memory
         live = log.levels(sizes := rounded(np.asarray(log.sizes, dtype=np.int64))).live
         at = log.step_start + int(np.argmax(live[log.step_start :]))
         kinds = np.asarray([CATEGORIES.index(kind) for kind in log.categories()])
@@ -200,8 +197,8 @@ class MeasuredStep:
 
 def cell_of(own: OwnStep, world_size: int, cluster: str) -> Cell:
     """The cell of a step on so many ranks."""
-    settings: Mapping[str, Any] = {"model": own.name, "strategy": OWN_STEP, "sizes": {"dp": world_size}}
-    return Cell.model_validate({**settings, "cluster": cluster})
+    sizes = Sizes(dp=world_size)
+    return Cell(model=own.name, strategy=OWN_STEP, sizes=sizes, cluster=cluster)
 
 
 def measured_step(

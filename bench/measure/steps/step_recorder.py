@@ -173,11 +173,11 @@ class StepWatcher(Recorder):
         """Tag the tensors of all modules and optimizers that exist, and what else exists as inputs; returns
         the number of parameters of all ranks together, as far as this rank can tell."""
         parameters: dict[int, int] = {}
-        for module in _living(nn.Module):
+        for module in living(nn.Module):
             own = [*module.parameters(recurse=False)]
             parameters |= {id(x): x.numel() for x in own if self.memory.number(local(x).untyped_storage())}
             self._tag("parameters", *own, *module.buffers(recurse=False))
-        for optimizer in _living(Optimizer):
+        for optimizer in living(Optimizer):
             self._tag_update(optimizer)
         log = self.memory.log
         for number in {abs(event) - 1 for event in log.events} - {-event - 1 for event in log.events}:
@@ -186,7 +186,7 @@ class StepWatcher(Recorder):
 
     def tag_made(self) -> None:
         """Tag the optimizers' tensors that the step has made."""
-        for optimizer in _living(Optimizer):
+        for optimizer in living(Optimizer):
             self._tag_update(optimizer)
 
     def _tag_update(self, optimizer: Optimizer) -> None:
@@ -220,6 +220,6 @@ def local(x: Tensor) -> Tensor:
     return x
 
 
-def _living(kind: type) -> list[Any]:
+def living(kind: type) -> list[Any]:
     """The objects of a class that exist."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

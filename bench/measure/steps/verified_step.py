@@ -14,7 +14,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 
 from spbench.bench import units
 from spbench.bench.measure.processes.rank_pool import Ranks
@@ -35,7 +34,9 @@ from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.processes.torchrun import ranks_for
 from spbench.bench.measure.steps.fake_world import rank_of_world
 from spbench.bench.measure.steps.step_file import OwnStep, named_lines
-from spbench.bench.measure.trace.torch_internals import TorchDispatchMode, replaced
+from spbench.bench.measure.steps.step_recorder import living
+from spbench.bench.measure.trace.torch_internals import TorchDispatchMode, replaced, tree_map_only
+from spbench.bench.measure.verify.cases import failed_row, judged_row
 from spbench.bench.measure.verify.explanation import failed_calls, logging_calls
 from spbench.bench.measure.verify.judged import (
     FLOAT64_LIMIT,
@@ -43,12 +44,10 @@ from spbench.bench.measure.verify.judged import (
     Finding,
     Judged,
     discrepancies,
-    how_wrong,
     judged,
-    worst_of,
 )
 from spbench.bench.measure.verify.verdicts import VerifyRow
-from spbench.impls import Unsupported
+from spbench.impls import Unsupported, default_dtype
 
 #: the numbers of ranks on which a step is verified by default
 WORLD_SIZES = (1, 2, 4)
@@ -128,10 +127,8 @@ def _run(
         try:
             by_rank = ranks.run({"dp": row.size}, compared, path, one, calls, timeout_s=timeout_s)
         except RankError as failed:
-            red = replace(row, rank=failed.rank, reason=failed.reason, traceback=str(failed))
-            if failed.status == "unsupported":
-                return [None], replace(red, status="unsupported")
-            return [None], replace(red, status="RED", error=math.inf, explanation=failed_calls(Path(calls)))
+            red = failed_row(row, failed)
+            return [None], replace(red, explanation=failed_calls(Path(calls)) if red.error else "")
     return by_rank, row if one is None else _judged(row, one, by_rank)
 
 
@@ -145,7 +142,13 @@ def compared(mesh: DeviceMesh, path: str, one: StepValues | None, calls: str) ->
         Unsupported: the step cannot be verified; UserError: it raises. Both name the user's line.
     """
     world = mesh.size()
-    with logging_calls(calls), rank_of_world(dist.get_rank(), world, world), default_float64(), InFloat64():
+    with (
+        logging_calls(calls),
+        rank_of_world(dist.get_rank(), world, world),
+        default_dtype(torch.float64),
+        replaced(torch, {"set_default_dtype": lambda _: None}),  # the user's code keeps float64
+        InFloat64(),
+    ):
         values = step_values(path)
     if one is None:
         return values
@@ -159,18 +162,6 @@ def compared(mesh: DeviceMesh, path: str, one: StepValues | None, calls: str) ->
     return replace(values, gradients=sent, compared=each)
 
 
-@contextmanager
-def default_float64() -> Iterator[None]:
-    """Within the context, torch's default dtype is float64, whatever the user's code sets."""
-    before, set_dtype = torch.get_default_dtype(), torch.set_default_dtype
-    set_dtype(torch.float64)
-    try:
-        with replaced(torch, {"set_default_dtype": lambda _: None}):
-            yield
-    finally:
-        set_dtype(before)
-
-
 def step_values(path: str) -> StepValues:
     """The loss and the gradients of the first step on this rank, with weights set by their names.
 
@@ -179,13 +170,13 @@ def step_values(path: str) -> StepValues:
     """
     own = OwnStep.of(path)
     gc.collect()
-    earlier = _modules()
+    earlier = living(nn.Module)
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
     with named_lines(own.name):
         step = own.built(own.load())
-        weights = weights_by_name([each for each in _modules() if each not in earlier])
+        weights = weights_by_name([each for each in living(nn.Module) if each not in earlier])
         if not weights:
             raise Unsupported(f"{own.name} builds no torch.nn.Module with weights", "put its weights in one")
         _set_weights(weights)
@@ -201,10 +192,6 @@ def step_values(path: str) -> StepValues:
     there = {name: _whole(x.detach()) for name, x in gradients.items() if x is not None}
     is_number = isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1)
     return StepValues(float(_whole(torch.as_tensor(loss).detach())) if is_number else None, there, draws)
-
-
-def _modules() -> list[nn.Module]:
-    return [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
 
 
 def weights_by_name(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
@@ -274,15 +261,10 @@ def _judged(row: VerifyRow, one: StepValues, by_rank: Sequence[StepValues]) -> V
         nearest = min((discrepancies({LOSS: torch.tensor(one.loss)}, x)[LOSS] for x in either), key=_error)
         nearest = replace(nearest, residual=math.inf)  # any number is some multiple of another
         findings[0].append(Finding(LOSS, nearest, 0.0))
-    every = judged(torch.float64, findings)
-    wrong = [each for each in every if each.excess > 1]
-    worst = worst_of(every, wrong)
-    row = replace(row, error=_error(worst.finding.discrepancy), limit=worst.limit)
-    row = replace(row, tensor=worst.finding.tensor, rank=worst.rank)
-    if not wrong:
-        return row
-    why = "\n".join(_causes(wrong, one, [each.gradients for each in by_rank]))
-    return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong), explanation=why)
+    row = judged_row(row, None, findings)
+    wrong = [each for each in judged(torch.float64, findings) if each.excess > 1]
+    why = "\n".join(_causes(wrong, one, [each.gradients for each in by_rank])) if wrong else ""
+    return replace(row, explanation=why)
 
 
 def _causes(wrong: Sequence[Judged], one: StepValues, sent: Sequence[Mapping[str, Tensor]]) -> Iterator[str]:

@@ -44,6 +44,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes  # noqa: F401
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_map_only as tree_map_only
     from torch.utils.flop_counter import flop_registry as flop_registry
 except ImportError as error:
     raise _moved(str(error)) from error

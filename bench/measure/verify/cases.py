@@ -241,19 +241,29 @@ def verify_case(
     except impls.Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:
-        if failed.status == "unsupported":
-            return replace(row, status="unsupported", reason=failed.reason)
-        red = replace(row, status="RED", error=float("inf"), rank=failed.rank, bytes="")
-        red = replace(red, reason=failed.reason, traceback=str(failed))
+        red = failed_row(row, failed)
         why = partial(explain_failure, pool, case, sizes, device, backend)
     else:
-        red = _judged(row, case, findings)
+        red = judged_row(row, case.strategy, findings)
         why = partial(explain_values, pool, case, sizes, device, backend)
     return replace(red, explanation=why()) if explain and red.status == "RED" else red
 
 
-def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> VerifyRow:
-    """The row with the worst of the findings, which are listed for ranks 0, 1, ..."""
+def failed_row(row: VerifyRow, failed: RankError) -> VerifyRow:
+    """The row of a case in which a rank has refused, raised, died or not answered."""
+    if failed.status == "unsupported":
+        return replace(row, status="unsupported", reason=failed.reason)
+    red = replace(row, status="RED", error=float("inf"), rank=failed.rank, bytes="")
+    return replace(red, reason=failed.reason, traceback=str(failed))
+
+
+def judged_row(
+    row: VerifyRow,
+    strategy: type[impls.Strategy] | impls.Nesting | None,
+    findings: Sequence[Sequence[Finding]],
+) -> VerifyRow:
+    """The row with the worst of the findings, which are listed for ranks 0, 1, ...; ``strategy`` may be None
+    if no finding is of a published baseline."""
     every = judged(impls.PRECISIONS[row.dtype].parameters, findings)
     own = [each for each in every if each.finding.apart is None]
     wrong = [each for each in own if each.excess > 1]
@@ -268,7 +278,7 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
     )
     if not wrong:
         departing = [each for each in every if each.finding.apart is not None and each.excess > 1]
-        said = how_departs(case.strategy, departing) if departing else ""
+        said = how_departs(strategy, departing) if departing and strategy is not None else ""
         return replace(row, status="as published", verdict=said) if said else row
     return replace(row, status="RED", factor=worst.factor, verdict=how_wrong(worst, wrong))
 

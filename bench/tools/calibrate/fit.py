@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,8 +18,9 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Column, Output, Table, Verbatim
+from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.command_line.progress import message
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure import Calibration, Narrowing, Scenario, Simulator, load_cluster, trace_classes
 from spbench.bench.tools.papers.answer import answers_of, load_scenario
@@ -26,16 +28,9 @@ from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.selector import PublishedRow, QuantityColumn
 from spbench.impls import model_preset
 
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: the least and the largest reasonable value of each scalar; efficiencies are shares, costs are seconds
-BOUNDS = {
-    "efficiency": (1e-3, 1.0),
-    "compute_efficiency": (1e-3, 1.0),
-    "memory_efficiency": (1e-3, 1.0),
-    "link_efficiency": (1e-3, 1.0),
-    "step_overhead_s": (1e-6, 1e2),
-    "parameter_overhead_s": (1e-14, 1e-6),
-    "strided_element_s": (1e-14, 1e-6),
-}
+BOUNDS: Mapping[str, Sequence[float]] = TABLES.forms["bounds"]
 #: the most rounds of all fits, and the tolerance of a fit in the logarithm of its scalar
 _ROUNDS, _ARRIVED = 30, 1e-10
 #: the rounds end once each scalar's relative change is below this
@@ -213,20 +208,10 @@ def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence
     records = [dataclasses.asdict(line) for line in lines]
     title = "Step times in seconds, published and simulated (error: simulated / published - 1)"
     return Output(
-        [Table.of(title, _COLUMNS, lines), summary(lines), profile(calibration, known[0].cell.precision)],
+        [TABLES.table("fitted", title, lines), summary(lines), profile(calibration, known[0].cell.precision)],
         {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
         records,
     )
-
-
-_COLUMNS = (
-    Column("cell", "label"),
-    Column("published", "published_s", "{:.2f}".format),
-    Column("simulated", "simulated_s", "{:.2f}".format),
-    Column("error", "relative_error", "{:+.1%}".format),
-    Column("left out", "left_out", "{:+.1%}".format),
-    Column("role", "role"),
-)
 
 
 def profile(calibration: Calibration, precision: str) -> Verbatim:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import yaml
 
-from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
 from spbench.bench.files import csv_text, write_whole
 from spbench.bench.measure import Cluster, check_known, provenance
@@ -20,6 +21,8 @@ from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, LADDER
 from spbench.bench.yaml_text import Dumper, dump
 from spbench.impls import PRECISIONS
 from spbench.plots.rates import draw_machine_rates
+
+_TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
 class _Dumper(Dumper):
@@ -157,47 +160,16 @@ def _rate(point: RatePoint) -> dict[str, Any]:
     return _about(point) | {name: getattr(point, name) for name in derived} | bounds
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return f"{len(value)} sizes"
-    return "unknown" if value is None else f"{value:.4g}"
-
-
-def _giga(name: str, field: str) -> Column:
-    """A column that shows a rate in units of 1e9 per second."""
-    return Column(name, field, lambda value: f"{value / 1e9:.3g}")
-
-
-_FIGURES = (
-    Column("figure", "figure", of=lambda figure: figure[0]),
-    Column("value", "value", of=lambda figure: _shown(figure[1].value)),
-    Column("how", "how", of=lambda figure: figure[1].note),
-)
-_RATES = (
-    *(Column(name, name) for name in ("operation", "size", "precision")),
-    Column("ms", "seconds", lambda value: f"{value * 1e3:.4g}"),
-    _giga("GFLOP/s", "flops_per_s"),
-    _giga("GB/s", "bytes_per_s"),
-)
-_COLLECTIVES = (
-    Column("collective", "operation"),
-    Column("S, bytes", "nbytes"),
-    Column("us", "seconds", lambda value: f"{value * 1e6:.1f}"),
-    _giga("algbw GB/s", "bytes_per_s"),
-    _giga("busbw GB/s", "bus_bytes_per_s"),
-    Column("#wrong", "wrong"),
-)
-
-
 def _tables(cluster: Cluster, machine: Machine) -> Iterator[Table]:
     """The tables of the cluster's figures, of each rank's rates and, for several ranks, of collectives."""
     collectives = [point for point in machine.points if point.bus_factor]
     others = [point for point in machine.points if not point.bus_factor]
-    yield Table.of(f"The cluster {cluster.name}: {cluster.device.name}", _FIGURES, cluster.sourced)
-    yield Table.of("Rates of one rank, all at once: medians", _RATES, others)
+    figures = [{"name": name, "figure": figure} for name, figure in cluster.sourced]
+    yield _TABLES.table("figures", f"The cluster {cluster.name}: {cluster.device.name}", figures)
+    yield _TABLES.table("rates", "Rates of one rank, all at once: medians", others)
     if collectives:
         title = f"Collectives on {machine.ranks} ranks, as nccl-tests counts"
-        yield Table.of(title, _COLLECTIVES, collectives)
+        yield _TABLES.table("collectives", title, collectives)
 
 
 def _remarks(machine: Machine, wrong: Sequence[RatePoint]) -> list[str]:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from math import log2
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -27,6 +28,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure import seconds
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
 from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
+from spbench.bench.yaml_files import read_yaml
 from spbench.impls import initialize, model_preset
 from spbench.plots.series import grouped
 
@@ -74,18 +76,7 @@ def _step(model: str, hidden: int, heads: int, batch: int, seq_len: int) -> Cell
 
 
 #: the steps whose operators are timed, from small activations to some that are larger than all caches
-LADDER = (
-    _step("bert-mini", 128, 4, 2, 64),
-    _step("bert-mini", 128, 4, 4, 192),
-    _step("bert-mini", 320, 5, 3, 96),
-    _step("bert-mini", 320, 5, 6, 320),
-    _step("bert-mini", 192, 3, 2, 640),
-    _step("bert-mini", 192, 3, 4, 1152),
-    _step("causal-transformer-tiny", 192, 6, 2, 96),
-    _step("causal-transformer-tiny", 192, 6, 4, 384),
-    _step("tnl-mini", 192, 6, 2, 96),
-    _step("tnl-mini", 192, 6, 4, 384),
-)
+LADDER = tuple(_step(*each) for each in read_yaml(Path(__file__).with_name("tables.yaml"))["ladder"])
 
 
 #: a kind of call: the operator, its category, bytes, FLOPs, precision, shape, and bytes of each new result

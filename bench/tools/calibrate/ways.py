@@ -16,12 +16,12 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.options import refuse_given
-from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import resolved, write_whole
 from spbench.bench.tools.calibrate.cluster_of_logs import cluster_of_logs, heading
-from spbench.bench.tools.calibrate.fit import fitted_to_published
+from spbench.bench.tools.calibrate.fit import TABLES, fitted_to_published
 from spbench.bench.tools.calibrate.log_findings import findings_of
 from spbench.bench.tools.calibrate.machine_report import MachineRequest, measured_machine
 from spbench.bench.tools.papers.answer import load_scenario
@@ -60,7 +60,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     agreed = agreement(rows)
     title = "Step times in seconds, measured (median, least and most of the samples) and predicted"
     return Output(
-        [Table.of(title, _COLUMNS, rows), str(agreed)],
+        [TABLES.table("checked", title, rows), str(agreed)],
         {"agreement": asdict(agreed), "cells": rows},
         [row | made_by for row in rows],
         notes=notes,
@@ -68,31 +68,9 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     )
 
 
-#: the columns of the compared cells; times are in seconds
-_COLUMNS = (
-    Column("strategy", "strategy"),
-    Column("ranks", "ranks"),
-    Column("batch", "batch"),
-    Column("length", "seq_len"),
-    Column("measured", "measured_s", "{:.4f}".format),
-    Column("least", "measured_least_s", "{:.4f}".format),
-    Column("most", "measured_most_s", "{:.4f}".format),
-    Column("predicted", "predicted_s", "{:.4f}".format),
-    Column("error", "relative_error", "{:+.0%}".format),
-    *(Column(name, f"{name}_s", "{:.4f}".format) for name in ("compute", "host", "communication")),
-)
-
-
 def figures(cluster: measure.Cluster) -> dict[str, Any]:
     """The rates and latencies of a cluster that do not depend on a size, by name."""
-    device, network = cluster.device, cluster.network
-    return {
-        "flops_per_s": device.peak_flops_per_s["fp32"].value,
-        "memory_bandwidth_bytes_per_s": device.memory_bandwidth_bytes_per_s.value,
-        "operator_s": None if cluster.host is None else cluster.host.operator_s.value,
-        "latency_s": network.latency_s.value,
-        "bandwidth_bytes_per_s": network.bandwidth_bytes_per_s.value,
-    }
+    return TABLES.record("scalars", cluster)
 
 
 #: how often each cell is measured, with all other cells in between
@@ -115,23 +93,7 @@ def predicted(cell: Cell, cluster: measure.Cluster) -> dict[str, float]:
 def compared(cell: Cell, samples: Sequence[float], prediction: Mapping[str, float]) -> dict[str, Any]:
     """A row that compares a step's predicted seconds, and their parts (``prediction``), with the ``samples``
     of its measured seconds; ``relative_error`` is predicted / measured - 1."""
-    batch, seq_len = cell.shape
-    measured = median(samples)
-    return {
-        "model": cell.model,
-        "strategy": cell.strategy,
-        "ranks": cell.sizes.world,
-        "batch": batch,
-        "seq_len": seq_len,
-        "measured_s": measured,
-        "measured_least_s": min(samples),
-        "measured_most_s": max(samples),
-        "predicted_s": prediction["step_time_s"],
-        "relative_error": prediction["step_time_s"] / measured - 1,
-        "compute_s": prediction["compute_s"],
-        "host_s": prediction.get("host_s", 0.0) + prediction["overhead_s"],
-        "communication_s": prediction["exposed_communication_s"] + prediction["bubble_s"],
-    }
+    return TABLES.record("compared", prediction, cell=cell, samples=samples, measured=median(samples))
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,13 @@ from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_whole
 from spbench.bench.measure import Narrowing, load_scenario, refusal
-from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs import FLAGS
-from spbench.bench.tools.jobs.argument_tables import shown
+from spbench.bench.tools.jobs.argument_tables import shown, table_content
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 
 #: settings on how a program computes the same layers, messages and states (kernels, units that are gathered
 #: at once, workspaces): a program without an argument for such a setting still runs the cell in its own way
-OWN_WAYS = {
-    *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
-    *(f"model_options.autotune_{name}" for name in ("copies", "flush_kib", "states_kib")),
-    *(f"model_options.{name}" for name in ("expert_weighting_at", "padded_values", "permutation")),
-    # a router that learns chooses the experts itself
-    *("model_options.recompute_keeps", "model_options.routing"),
-    *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
-    *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
-    "training.gradient_buffer_kib",  # of DeepSpeed's ZeRO-3
-    *(f"training.{name}" for name in ("reduce_dtype", "reduce_at", "forward_prefetch", "backward_prefetch")),
-}
+OWN_WAYS = frozenset[str](table_content("own_ways")["settings"].split())
 _PREDICTION = {"mtp_layers", "mtp_weight"}
 #: options that count only if another option is not 0, by that other option
 _WITH = {

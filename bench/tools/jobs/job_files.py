@@ -3,13 +3,12 @@
 Files of a program that spbench knows by name but does not read are refused, with advice.
 """
 
-import dataclasses
 import fnmatch
 import functools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -166,7 +165,7 @@ def read_job(
         every = f"kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"
         raise UserError(f"{given.title}: {what} ({every})")
-    return dataclasses.replace(next(iter(jobs.values())), strict=strict)
+    return replace(next(iter(jobs.values())), strict=strict)
 
 
 def may_be(kind: str, files: JobFiles) -> bool:

@@ -1,10 +1,12 @@
 """The rates of a cluster as text, by kind of work (matmuls, attention, ...), or what a simulation assumes."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from spbench.bench import measure
 from spbench.bench.units import shown_time
+from spbench.bench.yaml_files import read_yaml
 
 #: the beginning of the text for a rate that the cluster's file does not have
 GAP = "not known"
@@ -177,24 +179,13 @@ def _kernels(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     )
 
 
-_HOST = {
-    "operator_s": "operator that launches",
-    "view_s": "operator that launches nothing",
-    "node_s": "node of autograd",
-    "module_s": "call of a module",
-    "collective_s": "communication posted",
-    "step_s": "step",
-    "launch_latency_s": "launch to start",
-}
-
-
 def _host(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     """The times of a host's work, the number of kernels launched ahead, and the scale of these times."""
     host = cluster.host
     if host is None:
         yield KindOfWork("host", f"{GAP}: it launches in no time")
         return
-    for name, words in _HOST.items():
+    for name, words in read_yaml(Path(__file__).with_name("tables.yaml"))["host"].items():
         yield _of(f"host, {words}", getattr(host, name), shown_time, "it takes no time")
     yield _of("host, launches ahead", host.launches_ahead, "{:g}", "as many as there are")
     yield _of("host, scale of its times", host.scale, "{:.3g}", "1")

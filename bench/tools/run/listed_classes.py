@@ -6,12 +6,14 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from spbench import impls
 from spbench.bench import measure
 from spbench.bench.command_line.output import Table
 from spbench.bench.units import three_digits
+from spbench.bench.yaml_files import read_yaml
 from spbench.plots.series import grouped
 
 
@@ -99,14 +101,7 @@ _ABOUT: dict[str, Callable[[Any], str]] = {
 
 
 #: for each column, the names of its field in a preset and in files config.json
-_SIZES = {
-    "layers": ("layers", "num_hidden_layers", "n_layer"),
-    "hidden": ("hidden", "hidden_size", "n_embd"),
-    "heads": ("heads", "num_attention_heads", "n_head"),
-    "kv heads": ("kv_heads", "num_key_value_heads"),
-    "experts": ("experts", "n_routed_experts", "num_experts", "num_local_experts"),
-    "vocabulary": ("vocabulary", "vocab_size"),
-}
+_SIZES: Mapping[str, Sequence[str]] = read_yaml(Path(__file__).with_name("tables.yaml"))["sizes"]
 _IMPORTANT = ("name", "parameters", "layers", "hidden", "heads", "experts", "kv heads", "vocabulary")
 #: the names of presets for tests, and the text that a terminal shows instead of them
 _SMALL = re.compile(r"-(tiny|mini)\b")

@@ -3,7 +3,7 @@ with --dry-run the cells that would run."""
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -11,15 +11,15 @@ from typing import Any, Literal
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line import progress
-from spbench.bench.command_line.output import Column, Output, Table, memory_table
+from spbench.bench.command_line.output import Output, Table, memory_table
 from spbench.bench.command_line.progress import message
-from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, shown_band
+from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, RecordForms
 from spbench.bench.errors import listed
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison, draw_figure, frame_of
 from spbench.bench.tools.papers.paper_findings import comparison_table, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
-from spbench.bench.units import gib, mib, shown_share, three_digits
+from spbench.bench.units import mib
 from spbench.plots.series import differing, grouped
 
 #: a row on one level (:func:`flat`), with its ``tie``, ``options`` and ``communication``
@@ -36,6 +36,7 @@ _IMPORTANT = (
 #: the columns in which planned cells differ, in the order in which they get room on a terminal
 _PLANNED = ("model", "strategy", "GPUs", "now", "batch", "seq_len", "mesh", "variant", "engine", "asked")
 
+_TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: the most cells of a status that a note names
 _NAMED = 3
 
@@ -103,31 +104,10 @@ def planned(scenario: measure.Scenario, narrowing: measure.Narrowing, folder: Pa
             refused[index] = reason
         return f"unsupported: {reason}" if reason else "would run"
 
-    lines = [
-        {
-            "cell": cell.key,
-            "model": cell.model,
-            "strategy": cell.strategy,
-            "GPUs": cell.sizes.world,
-            "mesh": cell.mesh_text,
-            "batch": cell.batch,
-            "seq_len": cell.seq_len,
-            "variant": cell.variant,
-            "engine": cell.engine,
-            "asked": _asked(cell),
-            "now": now(index, cell),
-        }
-        for index, cell in enumerate(cells)
-    ]
+    lines = [_TABLES.record("planned", cell, now=now(index, cell)) for index, cell in enumerate(cells)]
     title = f"{scenario.name}: {scenario.document.title} ({len(cells)} cells)"
     table = Table(title, lines, _PLANNED, ("now",), _unsupported(cells, refused))
     return Output([table], lines, lines)
-
-
-def _asked(cell: Cell) -> str:
-    if cell.learning is not None:
-        return f"losses of {cell.learning.steps} steps"
-    return f"largest {cell.search.quantity}" if cell.search else "measurement"
 
 
 def results(
@@ -162,65 +142,18 @@ def results(
     return Output(sections, finite(content), measure.flat_rows(rows), notes=notes, files=files)
 
 
-def _answer(quantity: str) -> Callable[[Entry], int | None]:
-    return lambda entry: entry.get("answer") if entry["searched"] == quantity else None
+def _share(step_s: float | None, *parts: float | None) -> float | None:
+    """The share of a step that parts of it take together; None below 0.5%."""
+    of_step = sum(part or 0 for part in parts) / step_s if step_s else 0.0
+    return of_step if of_step >= 0.005 else None
 
 
-def _other_formula(entry: Entry) -> float | None:
-    """The bytes by the closed form if the metered bytes differ from them; None if both are equal. Half a byte
-    is allowed, because an N-th of a payload may be a fraction of a byte."""
-    sent, formula = entry["sent_bytes"], entry["formula_sent_bytes"]
-    is_same = formula == sent or (formula and sent and abs(formula - sent) < 0.5)
-    return None if is_same else formula
-
-
-def _share(*parts: str) -> Callable[[Entry], float | None]:
-    """A function from an entry to the share of its step that ``parts`` take together; None below 0.5%."""
-
-    def share(entry: Entry) -> float | None:
-        step_time_s = entry.get("step_time_s")
-        of_step = sum(entry.get(part) or 0 for part in parts) / step_time_s if step_time_s else 0.0
-        return of_step if of_step >= 0.005 else None
-
-    return share
-
-
-def _sent_by_axis(entry: Entry) -> str:
+def _sent_by_axis(communication: Sequence[Mapping[str, Any]] | None) -> str:
     """A text of the MiB that a GPU sends along each axis or group of axes: "tp 5760.00, dp_sp 1.20"."""
     sent: Counter[str] = Counter()
-    for each in entry["communication"] or ():
+    for each in communication or ():
         sent[each["axis"]] += each["sent_bytes"]
     return ", ".join(f"{axis} {mib(nbytes)}" for axis, nbytes in sent.items() if nbytes)
-
-
-def _reason(entry: Entry) -> str | None:
-    is_timed = entry["status"] == "ok" and entry.get("step_time_s")
-    return None if is_timed else entry["reason"] or None
-
-
-_MEASURED = (
-    Column("max seq_len", "answer", of=_answer("seq_len")),
-    Column("max batch", "answer", of=_answer("batch")),
-    Column("peak GiB", "peak_memory_bytes", gib),
-    Column("reserved GiB", "reserved_memory_bytes", gib),
-    Column("host GiB a node", "node_host_memory_bytes", gib),
-    Column("sent MiB/GPU", "sent_bytes", mib),
-    Column("imbalance", "imbalance", "{:.2f}".format),
-    Column("expert imbalance", "expert_imbalance", "{:.2f}".format),
-    # blank where no token is dropped
-    Column("dropped tokens", "dropped_tokens", of=lambda entry: entry.get("dropped_tokens") or None),
-    Column("routing", "routing"),
-    Column("by formula", "formula_sent_bytes", mib, _other_formula),
-    Column("step", "step_time_s", of=lambda entry: shown_band(entry) + f" {TIE}" * bool(entry["tie"])),
-    Column("tokens/s", "tokens_per_s", three_digits),
-    Column("MFU", "mfu", lambda mfu: f"{three_digits(100 * mfu)}%"),
-    Column("compute", "compute_s", shown_share, _share("compute_s")),
-    Column("exposed", "exposed_communication_s", shown_share, _share("exposed_communication_s")),
-    Column("bubble", "bubble_s", shown_share, _share("bubble_s")),
-    Column("host", "host_s", shown_share, _share("overhead_s", "host_s")),
-    Column("bound", "bound"),
-    Column("steps", "last_step"),
-)
 
 
 def result_table(title: str, rows: Sequence[Row]) -> Table:
@@ -240,29 +173,24 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         for name in ("world_size", "mesh")
     )
     split = len(by_mesh) > len(by_gpus)
-    names = dict.fromkeys(name for entry in entries for name in entry)
-    errors = [name for name in names if name.startswith("error_")]
-    losses = [name for name in names if name.startswith("last_") and name != "last_step"]
-    columns = [
-        *(Column("model", "model"), Column("strategy", "strategy"), Column("GPUs", "world_size")),
-        *([Column("mesh", "mesh")] if split else []),
-        Column("options", "options"),
-        *(Column(name, name) for name in _SHARED if name not in shared),
-        *_MEASURED,
-        *([Column("MiB by axis", "communication", of=_sent_by_axis)] if split else []),
-        *(Column(f"error {name.removeprefix('error_')}", name, "{:.1e}".format) for name in errors),
-        *(Column(f"last {name.removeprefix('last_')} loss", name, "{:.6f}".format) for name in losses),
-        *(Column("status", "status"), Column("reason", "reason", of=_reason)),
+    names = dict.fromkeys(name for entry in entries for name in entry if name != "last_step")
+    heads = {n: (f"error {n.removeprefix('error_')}", "{:.1e}") for n in names if n.startswith("error_")}
+    heads |= {n: (f"last {n.removeprefix('last_')} loss", "{:.6f}") for n in names if n.startswith("last_")}
+    unshown = dict.fromkeys([*shared, *([] if split else ["mesh", "communication"])])
+    lines = [
+        {
+            **_TABLES.record("row", {**entry, **unshown}, share=_share, by_axis=_sent_by_axis, mark=TIE),
+            **{
+                head: None if (value := entry.get(name)) is None else text.format(value)
+                for name, (head, text) in heads.items()
+            },
+            **_TABLES.record("end", entry),
+        }
+        for entry in entries
     ]
     common = ", ".join(f"{name} {value}" for name, value in shared.items() if value not in (None, ""))
-    return Table.of(
-        f"{title} ({common})",
-        columns,
-        entries,
-        important=_IMPORTANT,
-        below=("options", "reason"),
-        folded=_unsupported(cells, unsupported),
-    )
+    folded = _unsupported(cells, unsupported)
+    return Table(f"{title} ({common})", lines, _IMPORTANT, ("options", "reason"), folded)
 
 
 def _engine(row: Row, entry: Entry) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from spbench.bench.command_line import options
 
 
 @click.command("verify")
-@click.argument("scenario", metavar="[STEP]", default="")
+@click.argument("subject", metavar="[STEP]", default="")
 @options.many("--strategy", options.WORDS, "Verify these strategies; by default all.")
 @options.many("--model", options.WORDS, "On these models, in small sizes; by default the tiny models.")
 @click.option("--pairs", is_flag=True, help="Verify each pair of strategies, one around the other.")

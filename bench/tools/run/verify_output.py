@@ -13,6 +13,7 @@ from spbench.bench import measure
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file, read_model_file
@@ -30,7 +31,7 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def verified(
-    scenario: str,
+    subject: str,
     strategy: Sequence[str],
     model: Sequence[str],
     *,
@@ -45,14 +46,14 @@ def verified(
     output: Path | None,
 ) -> Output:
     """Verify strategies, and return the output of `spbench verify`; the arguments are the command's options,
-    and ``scenario`` is a step of the user's own, "" for strategies.
+    and ``subject`` is a step of the user's own, "" for strategies.
 
     Raises:
         UserError: a name is unknown, or an option or its value is refused.
     """
     of_cases = (strategy, model, pairs, peers, dtype, part, changes, backend != DEFAULT_BACKEND)
-    if scenario and (any(of_cases) or device == "cuda"):
-        raise UserError(f"{scenario} is verified in float64 as it is; leave out all options but --world-size")
+    if subject and (any(of_cases) or device == "cuda"):
+        raise UserError(f"{subject} is verified in float64 as it is; leave out all options but --world-size")
     if peers:
         strategy = [
             *strategy,
@@ -62,7 +63,7 @@ def verified(
     models = [name for text in model for name in measure.cell_names("model", text)]
     _check_names(named, models, dtype, part, backend)
     options = _options(changes, [models, named, [backend]])
-    on = measure.chosen_device(device or ("cpu" if scenario else "available"))
+    on = measure.chosen_device(device or ("cpu" if subject else "available"))
     made_by: measure.Verdict = {"backend": backend, "device": on}
     made_by |= {name: measure.provenance()[name] for name in ("commit", "torch")}
     made_by |= {"code": measure.verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -80,11 +81,9 @@ def verified(
         device=on,
         explain=1,
     )
-    verdicts = _kept(
-        partial(measure.verify_step, scenario, world_size) if scenario else cases, made_by, output
-    )
+    verdicts = _kept(partial(measure.verify_step, subject, world_size) if subject else cases, made_by, output)
     judged = _output(verdicts, named, [output / measure.VERDICTS_FILE] if output is not None else [])
-    if judged.code == 0 and not (scenario or named or world_size or any(of_cases)):
+    if judged.code == 0 and not (subject or named or world_size or any(of_cases)):
         measure.keep_package_proof()
     return judged
 
@@ -240,27 +239,11 @@ def _bytes_of(rows: Sequence[measure.Verdict]) -> str | None:
     return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
 
 
-#: how many reasons, and how many rows of grouped cases, a terminal shows without --details
-_FIRST, _MOST = 2, 6
+#: how many reasons a terminal shows without --details
+_FIRST = 2
 _ALIKE = ("strategy", "model", "part", "dtype", "status")
 
-#: the columns of grouped cases
-_FOLDED = (
-    *(Column(name, name) for name in (*_ALIKE, "cases")),
-    Column("worst error", "error", "{:.1e}".format),
-    *(Column(name, name) for name in ("tensor", "why")),
-)
-#: the columns of single verdicts; ``why`` is the number of a text below the table
-_COLUMNS = (
-    Column("strategy", "strategy"),
-    Column("model", "model"),
-    Column("variant", "variant"),
-    *(Column(name, name) for name in ("part", "mesh", "dtype", "status")),
-    *(Column(name, name, "{:.1e}".format) for name in ("error", "limit")),
-    *(Column(name, name) for name in ("tensor", "rank")),
-    Column("factor", "factor", "{:.4g}".format),
-    Column("why", "why"),
-)
+_TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
 def _folded(title: str, rows: Sequence[measure.Verdict], texts: int | None = None) -> list[Table | str]:
@@ -280,8 +263,7 @@ def _folded(title: str, rows: Sequence[measure.Verdict], texts: int | None = Non
         )
     if not lines:
         return []
-    important = ("status", "strategy", "model", "cases", "why")
-    table = Table.of(f"{title}, like cases together", _FOLDED, lines, important=important, most=_MOST)
+    table = _TABLES.table("alike", f"{title}, like cases together", lines)
     return [table, *_numbered(reasons[:texts])]
 
 
@@ -292,9 +274,7 @@ def _each(rows: Sequence[measure.Verdict]) -> list[Table | str]:
     texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
     numbered = [{**row, "why": f"({texts.index(_why(row)) + 1})" if _why(row) else None} for row in rows]
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
-    important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
-    table = Table.of(title, _COLUMNS, numbered, important=important, below=("variant",))
-    return [table, *_numbered(texts)]
+    return [_TABLES.table("case", title, numbered), *_numbered(texts)]
 
 
 def _numbered(texts: Sequence[str]) -> list[str]:

@@ -178,10 +178,7 @@ def check_case(name: str, monkeypatch: pytest.MonkeyPatch, *, changed_step: bool
 
 
 #: what differs in kind; the others are traced in the slow run
-ALWAYS = (
-    *("contiguous", "micro-batches under zero3", "gpipe"),
-    *("main gradients", "layers in a bucket", "columns"),
-)
+ALWAYS = "contiguous", "micro-batches under zero3", "gpipe", "main gradients", "layers in a bucket", "columns"
 
 
 @pytest.mark.parametrize("name", mostly_slow(CELLS, *ALWAYS))

@@ -10,6 +10,8 @@ from spbench.bench.measure.steps import traced_step
 from spbench.bench.measure.steps.step_file import OwnStep
 from spbench.bench.measure.steps.traced_step import mesh_of
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
+from spbench.bench.tools.changes.judgement import judge
+from spbench.bench.tools.changes.result_files import read_results
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 HEAD = """
@@ -98,6 +100,22 @@ def test_the_plain_recorder_sees_the_same(monkeypatch, name):
     assert traced_step.trace_step(step, cell, 1).trace.same(fast.trace)
 
 
+def test_its_rows_are_kept_and_compared_as_those_of_cells(tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    measured(tmp_path, FSDP).keep(before)
+    body = FSDP.replace(
+        "        optimizer.step()", "        dist.all_reduce(loss.detach())\n        optimizer.step()"
+    )
+    measured(tmp_path, body).keep(after)
+    (row,) = spbench.read_results(after).to_dict("records")
+    assert (row["model"], row["strategy"], row["world_size"]) == ("step.py:train", "own_step", 4)
+    assert row["status"] == "ok"
+    assert row["step_time_low_s"] < row["step_time_s"] < row["step_time_high_s"]
+    judgement = judge(read_results(before), read_results(after, judged=True))
+    assert judgement.word == "worse"
+    assert "sent_bytes" in {each.quantity for each in judgement.differences}
+
+
 def test_ranks_of_unlike_programs_are_classes(tmp_path):
     body = """
 def train():
@@ -160,7 +178,7 @@ def train():
         ),
         ("x.nonzero()", "step.py:11, x.nonzero(): aten.nonzero.default makes a shape that depends on values"),
         ("x @ x[:3]", "step.py:11, x @ x[:3]: RuntimeError"),
-        ("x.detach().pin_memory()", "step.py:11, x.detach().pin_memory(): pinned memory cannot be told"),
+        ("x.detach().pin_memory()", "step.py:11, x.detach().pin_memory(): a trace cannot tell pinned memory"),
         ("return {}['a']", "step.py:11, return {}['a']: KeyError: 'a'"),
     ],
 )

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from spbench.bench.measure.steps.real_step import real_step
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.steps.measured_step import measured_step
+from spbench.bench.measure.steps.measured_step import measured_step, real_step
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 

@@ -42,3 +42,21 @@ def test_a_planted_fault_is_told(fault: str, pool: RankPool, tmp_path: Path):
     one, two = verify_step(f"{tmp_path / planted['file']}:train", (1, 2), timeout_s=limit, pool=pool)
     assert (one.status, two.status) == ("green", "RED")
     assert planted["told"] in told(two)
+
+
+SHARDED_BY_HAND = """
+import torch
+import torch.distributed as dist
+
+
+def train():
+    model = torch.nn.Linear(8, 8 // dist.get_world_size())
+    return lambda: model(torch.ones(4, 8)).sum().backward()
+"""
+
+
+def test_a_weight_that_is_a_part_is_not_compared(pool: RankPool, tmp_path: Path):
+    (tmp_path / "sharded.py").write_text(SHARDED_BY_HAND, encoding="utf-8")
+    (row,) = verify_step(f"{tmp_path / 'sharded.py'}:train", (2,), pool=pool)
+    assert row.status == "unsupported"
+    assert "weight bias has the shape [4], not [8] as on one rank; make it a DTensor" in row.reason

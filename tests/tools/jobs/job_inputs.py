@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from spbench.bench.yaml_files import read_yaml
 INPUTS = Path(__file__).parent / "inputs"
 
 
-@cache
 def data(file: str) -> dict[str, Any]:
     """The tables and texts in cases/ of the module ``file``, by name."""
     content: dict[str, Any] = read_yaml(INPUTS.with_name("cases") / f"{Path(file).stem}.yaml")
