@@ -301,6 +301,7 @@ def test_a_tensor_between_stages_is_sent_in_parts_of_both_axes() -> None:
 def test_pairs_are_all_that_can_be() -> None:
     found = {pair.name for pair in all_pairs()}
     inner = {name for name, cls in all_strategies().items() if cls.axes and not cls.splits_features}
+    inner.remove("gathered_latents")  # no other strategy meets by an indexer
     assert found == {
         *(f"{outer}+{name}" for outer in ("tensor_parallel", "megatron_sp", "odysseus") for name in inner),
         *(f"ulysses+{name}" for name in inner - {"ulysses"}),

@@ -167,7 +167,7 @@ def test_variables_of_attention_are_those_that_megatron_sets_itself() -> None:
 
 
 #: of another form
-OWN = ("accelerate", "other_programs", "model_zoo", "primus_models", "transformers")
+OWN = ("accelerate", "model_zoo", "other_programs", "own_ways", "primus_models", "transformers")
 
 
 def test_every_entry_of_the_tables_has_a_reason() -> None:
