@@ -10,9 +10,9 @@ sequence, and attends to these rows. A reduce-scatter sums the ranks' gradients 
 activations as Megatron-LM's; index keys have no gradient. The gathered rows are kept for backward.
 
 Positions are consecutive, because the order of the gathered keys then is that of positions, by which a query
-sees keys and of equal scores chooses the first. Each rank has the same work too: the scores of all keys are
-computed, and a query attends to K rows wherever it is. So a zigzag placement would balance nothing, and the
-gathered keys would first have to be sorted, as Megatron-LM does.
+sees keys and of equal scores chooses the first. In a zigzag placement the gathered keys would first have to
+be sorted. Each rank has the same work, because the operator scores all keys. Kernels that skip the keys after
+a query, such as DeepGEMM's, leave early ranks less, which Megatron-LM's pull request 6058 balances.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from spbench.impls.registries import all_strategies
+from spbench.impls.strategies.nesting import all_pairs
 from spbench.plots.axes import GPUS, LENGTHS, logarithmic_axis
 from spbench.plots.claims import claims_of, claims_panel
 from spbench.plots.grid import Drawn, Panel, PanelGrid
@@ -87,9 +88,7 @@ def test_methods_are_told_apart_with_any_eyes_and_in_grey(seen: str) -> None:
 
 def test_what_is_not_in_the_table_has_a_colour_of_its_own() -> None:
     known = {method_color(name) for name in all_strategies()}
-    others = [f"{one}+{other}" for one in all_strategies() for other in all_strategies()]
-    others.remove("gathered_latents+ulysses")  # no such combination, with a colour near LASP-2's
-    others += [f"plug_in_{n}" for n in range(200)]
+    others = [pair.name for pair in all_pairs()] + [f"plug_in_{n}" for n in range(200)]
     found = {name: method_color(name) for name in others}
     assert len(set(found.values())) == len(others)
     for color in found.values():

@@ -200,7 +200,7 @@ def _verdict(measured: measure.MeasuredStep, banded: Mapping[str, Any]) -> str:
         lines.append(f"step time {time} measured on {ranks} real ranks, the median of {len(samples)} steps")
     elif result.step_time_s:
         lines.append(
-            f"step time {shown_band(banded)} simulated, most of it {result.bound}"
+            f"simulated step time {shown_band(banded)}, most of it {result.bound}"
             + (f", MFU {three_digits(100 * result.mfu)}%" if result.mfu else "")
             + f"; {banded['band']}"
         )
