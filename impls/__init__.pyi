@@ -153,14 +153,11 @@ from spbench.impls.strategies.nesting import nesting as nesting
 from spbench.impls.traffic import WIRE_SHARE as WIRE_SHARE
 from spbench.impls.traffic import Traffic as Traffic
 from spbench.impls.traffic import wire_bytes as wire_bytes
-from spbench.impls.training.pipeline import forwards_ahead as forwards_ahead
-from spbench.impls.training.pipeline import passes as passes
 from spbench.impls.training.step import Inference as Inference
 from spbench.impls.training.step import Training as Training
 from spbench.impls.training.step import default_dtype as default_dtype
 from spbench.impls.training.step import initialize as initialize
 from spbench.impls.training.step import training_sites as training_sites
 from spbench.impls.training.turns import Action as Action
-from spbench.impls.training.turns import Ahead as Ahead
 from spbench.impls.training.turns import Turn as Turn
 from spbench.impls.training.turns import Turns as Turns

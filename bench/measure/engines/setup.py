@@ -22,7 +22,7 @@ def set_up(
     mesh: DeviceMesh,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-    turns: impls.Turns | impls.Ahead | None = None,
+    turns: impls.Turns | None = None,
 ) -> tuple[impls.Training | impls.Inference, dict[str, Tensor]]:
     """(the training or inference of a cell on this rank, this rank's inputs by name), on the mesh's device.
     ``generator`` draws the inputs, ``set_weights`` sets the weights; ``turns``: see :func:`record_step`."""
@@ -50,7 +50,7 @@ def build_training(
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
     cls: type[impls.Strategy] | None = None,
-    turns: impls.Turns | impls.Ahead | None = None,
+    turns: impls.Turns | None = None,
 ) -> tuple[impls.Training, impls.Strategy, impls.Composition]:
     """The training of a cell on this rank, with its strategy and its composition.
 
@@ -74,7 +74,7 @@ def build_training(
         around=around,
         micro_batches=cell.training.micro_batches,
         schedule=cell.training.schedule,
-        turns=turns_of(cell, around.stage) if turns is None else turns,
+        turns=turns or turns_of(cell, around.stage),
     )
     if deferred and set_weights is not None:
         parts, again = training.backend.weight_parts(), partial(_built, cell, strategy, around, "cpu")
@@ -125,7 +125,7 @@ def record_step(
     recorder: Recorder,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-    turns: impls.Turns | impls.Ahead | None = None,
+    turns: impls.Turns | None = None,
 ) -> tuple[impls.Training | impls.Inference, dict[str, Tensor]]:
     """Set up and run ``training.steps`` steps under an entered recorder; returns the training or inference,
     and its inputs by name, for further steps.

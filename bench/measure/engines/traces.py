@@ -40,7 +40,7 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
-from spbench.impls import WITH_BUFFERS, Ahead, Turns, versions
+from spbench.impls import WITH_BUFFERS, Turns, versions
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Kept:
 
 
 @contextmanager
-def making(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Iterator[Kept]:
+def making(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Iterator[Kept]:
     """Yields the place of a rank's trace: with the trace that an earlier run has kept, or empty, and then the
     trace that is put there is kept at the end. One process at a time is in the context for the same trace.
 
@@ -200,7 +200,7 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
 
 
-def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> str:
+def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> str:
     """The digest (SHA-256, in hexadecimal) of all settings, code and versions on which a trace depends."""
     settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
     # these settings matter only after a trace is made
@@ -211,7 +211,7 @@ def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None =
         "cell": settings,
         "rank": rank,
         "events": events,
-        "turns": asdict(turns) if isinstance(turns, Turns) else turns,
+        "turns": turns and asdict(turns),
         # the attention kernel whose buffers a trace contains; "": no kernel with buffers
         "buffers": kernel if kernel in WITH_BUFFERS and cell.precision in ("fp16", "bf16") else "",
         "code": code_digest(),

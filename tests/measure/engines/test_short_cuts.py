@@ -19,7 +19,7 @@ from torch import nn
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import deepened_traces, traces, tracing, virtual
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.rank_turns import OneRun, RankTurns
+from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.engines.virtual import ClassTraces
@@ -42,6 +42,7 @@ from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.training import interleaved, pipeline
 from spbench.impls.training import step as training_step
 from spbench.impls.training.pipeline import StageRun
+from spbench.impls.training.turns import Turns
 from tests.measure.engines.cells import (
     CELLS,
     LAYERS,
@@ -400,7 +401,7 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_stage_is_put_together_or_refused_where_it_is_not_made_of_turns() -> None:
     trace, ahead = (tracing.trace(staged(), 2 * (PP - 1 - held), events=True) for held in (4, 5))
-    alternating, held, more = (RankTurns(OneRun.of(17, ahead)) for ahead in (0, 4, 5))
+    alternating, held, more = (RankTurns(Turns(0, ahead + 1, 1, 17)) for ahead in (0, 4, 5))
     assert differences(put_together(trace, held, more), ahead) == []
     with pytest.raises(NotAlike, match="turn 1 is forward"):
         put_together(trace, alternating, more)
