@@ -27,8 +27,8 @@ from spbench.bench.measure.clusters.rates import Network as Network
 from spbench.bench.measure.clusters.rates import OperatorTimes as OperatorTimes
 from spbench.bench.measure.clusters.rates import RatedCollective as RatedCollective
 from spbench.bench.measure.clusters.rates import operator_seconds as operator_seconds
-from spbench.bench.measure.devices.nvml import Nvml as Nvml
-from spbench.bench.measure.devices.nvml import NvmlProblem as NvmlProblem
+from spbench.bench.measure.devices.telemetry import Nvml as Nvml
+from spbench.bench.measure.devices.telemetry import NvmlProblem as NvmlProblem
 from spbench.bench.measure.engines.deepened_traces import leading_runs as leading_runs
 from spbench.bench.measure.engines.deepened_traces import stage_layers as stage_layers
 from spbench.bench.measure.engines.deepened_traces import with_layers as with_layers
@@ -36,7 +36,9 @@ from spbench.bench.measure.engines.distributed import SEED as SEED
 from spbench.bench.measure.engines.distributed import launch as launch
 from spbench.bench.measure.engines.engine import Engine as Engine
 from spbench.bench.measure.engines.engine import Quantity as Quantity
+from spbench.bench.measure.engines.engine import Run as Run
 from spbench.bench.measure.engines.engine import engine_classes as engine_classes
+from spbench.bench.measure.engines.engine import run_cell as run_cell
 from spbench.bench.measure.engines.listed import NotAlike as NotAlike
 from spbench.bench.measure.engines.plan import backend_options as backend_options
 from spbench.bench.measure.engines.plan import check_sizes as check_sizes
@@ -49,8 +51,6 @@ from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes as e
 from spbench.bench.measure.engines.rank_memory import host_peaks as host_peaks
 from spbench.bench.measure.engines.rank_memory import limit_by_host as limit_by_host
 from spbench.bench.measure.engines.rank_memory import usable_memory_bytes as usable_memory_bytes
-from spbench.bench.measure.engines.run_cell import Run as Run
-from spbench.bench.measure.engines.run_cell import run_cell as run_cell
 from spbench.bench.measure.engines.setup import set_up as set_up
 from spbench.bench.measure.engines.step_line import StepNumbers as StepNumbers
 from spbench.bench.measure.engines.step_line import steady_counts as steady_counts

@@ -18,7 +18,6 @@ import numpy as np
 
 from spbench.bench.files import write_whole
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.host_clock import HostClock, host_seconds
 from spbench.bench.measure.simulator.lighter_ranks import Alike, unlike_work
 from spbench.bench.measure.simulator.message_matching import Channels, World
 from spbench.bench.measure.simulator.program import (
@@ -30,6 +29,7 @@ from spbench.bench.measure.simulator.program import (
     flops_of,
     seconds_by_kind,
 )
+from spbench.bench.measure.simulator.steps import HostClock, host_seconds
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.measure.simulator.waits import Event, Times, Waits, rank_events, waits_of
 
