@@ -217,6 +217,8 @@ def stage_traces(
     Raises:
         NotAlike: no short step determines the trace with fewer micro-batches.
     """
+    if cell.sizes.pp == 1 or cell.meters or takes_plain_path():
+        return [trace(cell, each.first, events=events, checked=True) for each in classes]
     alike: dict[tuple[Hashable, RankTurns, RankTurns], list[int]] = {}
     for each in classes:
         whole, turns = _turns(cell, each), _turns(cell, each, micro_batches)
@@ -238,7 +240,7 @@ def stage_traces(
 def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort: Effort = "proved") -> Trace:
     """The trace of the first rank of one class; arguments as of :func:`trace`. ``effort`` has no effect on
     pipeline stages, whose traces are always proved."""
-    if cell.sizes.pp > 1 and not cell.meters and not takes_plain_path():
+    if cell.sizes.pp > 1:
         check_sizes(cell)
         return stage_traces(cell, [ranks], events=events)[0]
     return trace(cell, ranks.first, events=events, effort=effort)

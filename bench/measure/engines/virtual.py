@@ -28,7 +28,6 @@ from spbench.bench.measure.engines.tracing import (
     no_cyclic_collection,
     stage_traces,
     takes_plain_path,
-    trace,
     without_one,
 )
 from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
@@ -222,12 +221,9 @@ def trace_classes(cell: Cell, *, events: bool = False, short: ShortSteps | None 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    planned, plain = plan(cell), takes_plain_path()
-    if cell.sizes.pp == 1 or cell.meters or plain:
-        traces = [trace(cell, each.first, events=events, checked=True) for each in planned.classes]
-    else:
-        traces = stage_traces(cell, planned.classes, events=events, short=short)
-    return ClassTraces(cell, planned, traces, fold=not plain)
+    planned = plan(cell)
+    traces = stage_traces(cell, planned.classes, events=events, short=short)
+    return ClassTraces(cell, planned, traces, fold=not takes_plain_path())
 
 
 def measured(
