@@ -53,7 +53,6 @@ from spbench.impls.folding import given_folds as given_folds
 from spbench.impls.folding import stage_ranks as stage_ranks
 from spbench.impls.folding import world_ranks as world_ranks
 from spbench.impls.kernels import linear_attention_triton as linear_attention_triton
-from spbench.impls.kernels import permutation as permutation
 from spbench.impls.kernels.attention_buffers import WITH_BUFFERS as WITH_BUFFERS
 from spbench.impls.kernels.attention_buffers import inside_backward as inside_backward
 from spbench.impls.kernels.chosen_attention import SPARSE_ATTENTION as SPARSE_ATTENTION

@@ -113,16 +113,6 @@ def engine_class(name: str) -> type[Engine]:
     return classes[name]
 
 
-def heeded(engine: str) -> list[str]:
-    """The names of the settings in :attr:`Engine.heeds` of an engine, sorted."""
-    return sorted(engine_class(engine).heeds)
-
-
-def engine_property(engine: str, name: str) -> bool:
-    """The value of a boolean attribute of an engine's class, such as ``on_devices``."""
-    return bool(getattr(engine_class(engine), name))
-
-
 #: positions: kernels treat shorter sequences specially, so that those do not predict longer sequences
 SHORTEST_SAMPLE = 128
 

@@ -28,7 +28,7 @@ from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import RankClass, check_sizes, plan, stage_module
 from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.setup import record_step, workspace_bytes
-from spbench.bench.measure.engines.traces import Trace, making
+from spbench.bench.measure.engines.traces import Trace, kept_trace
 from spbench.bench.measure.engines.turn_parts import program_of, put_together
 from spbench.bench.measure.processes.starting import MEET, environment_with
 from spbench.bench.measure.trace.meter import meter_classes
@@ -155,10 +155,7 @@ def _put_together(cell: Cell, rank: int, events: bool, effort: Effort, turns: Tu
 
 def _kept(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:
     """The trace of a rank with all layers of the cell, read from disk if it is kept there."""
-    with making(cell, rank, events, turns) as kept:
-        if kept.trace is None:
-            kept.trace = _traced(cell, rank, events, turns)
-    return kept.trace
+    return kept_trace(_traced, cell, rank, events, turns)
 
 
 def _traced(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:

@@ -309,11 +309,6 @@ class HostClock:
 
         return launched
 
-    @property
-    def serial_s(self) -> float:
-        """The most seconds that a rank's host can take to launch all events."""
-        return self._begun + float(self.work.sum()) + len(self.work) * self.latency
-
 
 def posted_late(steps: Steps, reached: np.ndarray, left: np.ndarray) -> np.ndarray:
     """[ranks]: the seconds in which a rank's compute stream waits for communication that the rank's host has

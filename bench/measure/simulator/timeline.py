@@ -21,10 +21,8 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.lighter_ranks import Alike, unlike_work
 from spbench.bench.measure.simulator.message_matching import Channels, World
 from spbench.bench.measure.simulator.program import (
-    COLLECTIVE,
     COMPUTE_STREAM,
     KERNEL,
-    SEND,
     Flops,
     flops_of,
     seconds_by_kind,
@@ -236,26 +234,6 @@ class Timeline:
     def breakdown_of(self, rank: int) -> dict[str, float]:
         """The parts of one rank's step by name, as "compute_s", in seconds; see :attr:`by_rank`."""
         return {f"{name}_s": float(values[rank]) for name, values in self.by_rank.items()}
-
-    @property
-    def serial_s(self) -> float:
-        """The seconds if no two events of any ranks ran at the same time: an upper bound of the step time."""
-        total = self._costs.step_overhead_s
-        for number, steps in enumerate(self._world.steps):
-            program = steps.program
-            kernels = int((program.kind == KERNEL).sum())
-            ranks = len(steps.all_ranks)
-            total += ranks * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
-            if (host := self._hosts[number]) is not None:
-                total += ranks * host.serial_s
-            # each simulated rank has the times of ranks / len(steps.ranks) ranks
-            seconds = (self._end[number] - self._start[number]).sum(1) * (ranks / len(steps.ranks))
-            for step, kind in enumerate(steps.kinds):
-                if kind == SEND:  # its receive is the same transfer
-                    total += float(seconds[step])
-                elif kind == COLLECTIVE:
-                    total += float(seconds[step]) / len(program.groups[steps.partners[step]].places)
-        return total
 
     def events(self, rank: int) -> Iterator[Event]:
         """The kernels, communication and waits of a rank, in program order; waits of 0 s are left out."""

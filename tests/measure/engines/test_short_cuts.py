@@ -24,9 +24,8 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.simulator.timeline import trace_events
-from spbench.bench.measure.trace import repeated_steps, step_records
+from spbench.bench.measure.trace import step_records
 from spbench.bench.measure.trace.event_log import RecordedEvent, Streams
-from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.impls import rings
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.optimizer import Optimizer
@@ -57,6 +56,7 @@ from tests.measure.engines.cells import (
     supported,
     wide,
 )
+from tests.measure.simulator.step_programs import serial_s
 from tests.slow import mostly_slow
 
 TINY = [name for name in all_models() if "-tiny" in name]
@@ -117,8 +117,6 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             patched.setattr(module, "keyed_steps", choosing("micro_batches"))
         patched.setattr(virtual, "stage_traces", stages)
         notes(tracing, "_put_together", "layers")
-        notes(repeated_steps._Uncut, "side_by_side", "pieces")
-        notes(repeated_steps._PutTogether, "forward", "pieces")
         yield taken
 
 
@@ -134,7 +132,7 @@ def assert_same_timelines(quick: ClassTraces, plain: ClassTraces) -> None:
         assert np.allclose(ours.by_rank[name], values, rtol=1e-9, atol=1e-15), name
     ranks = sorted({0, theirs.world_size // 2, theirs.world_size - 1})
     assert list(trace_events(ours, ranks)) == list(trace_events(theirs, ranks))
-    assert ours.serial_s == pytest.approx(theirs.serial_s)
+    assert serial_s(ours) == pytest.approx(serial_s(theirs))
 
 
 def plain_traces(asked: Cell) -> ClassTraces:
@@ -170,16 +168,16 @@ def check(
 
 
 def check_case(name: str, monkeypatch: pytest.MonkeyPatch, *, changed_step: bool = False) -> None:
-    """Compare one of CELLS; it takes the short cuts that it names, and of others that of pieces alone. A step
+    """Compare one of CELLS; it takes the short cuts that it names, and no other. A step
     that is changed is changed in its plain traces too."""
     asked, takes = CELLS[name]
     plain = plain_traces if changed_step else lambda asked: plain_traces_of_case(name)
     taken = check(asked, monkeypatch, plain)
-    assert takes <= taken <= takes | {"pieces"}
+    assert taken == takes
 
 
 #: what differs in kind; the others are traced in the slow run
-ALWAYS = "contiguous", "micro-batches under zero3", "gpipe", "main gradients", "layers in a bucket", "columns"
+ALWAYS = "contiguous", "micro-batches under zero3", "gpipe", "main gradients", "layers in a bucket"
 
 
 @pytest.mark.parametrize("name", mostly_slow(CELLS, *ALWAYS))
@@ -356,10 +354,6 @@ def numbered_windows(made: Any) -> Any:
     return numbered
 
 
-def copied(side_by_side: Any) -> Any:
-    return lambda *args: side_by_side(*args).clone()
-
-
 #: by name: a cell, and what is changed in its short cuts, or in what they trust
 FAULTS: dict[str, tuple[str, Any, str, Change]] = {
     "a count is dropped": ("contiguous", step_records.MessageRecord, "repeat", less(1)),
@@ -380,8 +374,6 @@ FAULTS: dict[str, tuple[str, Any, str, Change]] = {
         "by",
         lambda by: lambda self, layers: by(self, max(1, layers - 1)),
     ),
-    "pieces are copied": ("columns", repeated_steps._Uncut, "side_by_side", copied),
-    "views of pieces are not counted": ("chunks of experts", FastRecorder, "_count_views", nothing),
 }
 
 
