@@ -21,6 +21,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measurement import Measurement, Outcome, shortened
+from spbench.bench.setting_values import VARIABLES
 from spbench.impls import (
     Place,
     Unavailable,
@@ -53,6 +54,8 @@ class Engine(ABC):
     #: ``training.batch_on_device`` and ``training.alloc_retries``; a scenario with a setting that the
     #: engine ignores is refused
     heeds: ClassVar[frozenset[str]] = frozenset()
+    #: whether tensors are real, so that the engine's processes read :data:`VARIABLES` from their environment
+    real_tensors: ClassVar[bool] = False
     #: whether the engine itself stops a cell at :attr:`Cell.timeout_s`, and reports what its processes did
     ends_in_time: ClassVar[bool] = False
 
@@ -62,6 +65,12 @@ class Engine(ABC):
         Raises:
             Unsupported: the engine does not search, does not train, or ignores a setting of the cell.
         """
+        for name, variable in VARIABLES.items() if self.real_tensors else ():
+            if getattr(cell.training, name) is not None:
+                raise Unsupported(
+                    f"the engine {cell.engine} does not set training.{name}",
+                    f"leave it out, and set {variable} in the environment",
+                )
         if cell.search is not None and type(self).probes is Engine.probes:
             self.probes(cell)
         if cell.learning is not None and type(self).learn is Engine.learn:

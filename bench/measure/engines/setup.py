@@ -14,7 +14,6 @@ from spbench.bench.measure.engines.cell_schedule import attention_kernel, played
 from spbench.bench.measure.engines.plan import backend_options, composition
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.setting_values import VARIABLES
 
 
 def set_up(
@@ -178,14 +177,3 @@ def configured_bytes(config: str) -> int:
     adds the products."""
     numbers = [int(number) for number in config.split(":")[1:]]
     return sum(kib * 2**10 * count for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def refuse_variables(cell: Cell) -> None:
-    """Raise :class:`Unsupported` if a cell that runs on real devices has a setting that its processes read
-    from their environment."""
-    for name, variable in VARIABLES.items():
-        if getattr(cell.training, name) is not None:
-            raise impls.Unsupported(
-                f"the engine {cell.engine} does not set training.{name}",
-                f"leave it out, and set {variable} in the environment",
-            )
