@@ -18,7 +18,7 @@ import numpy as np
 
 from spbench.bench.files import write_whole
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.lighter_ranks import Alike, unlike_work
+from spbench.bench.measure.simulator.lighter_ranks import unlike_work
 from spbench.bench.measure.simulator.message_matching import Channels, World
 from spbench.bench.measure.simulator.program import (
     COMPUTE_STREAM,
@@ -155,27 +155,27 @@ class Timeline:
     def _sets(self) -> list[tuple[int, _Set]]:
         """(the number of a program, a set of ranks that do the same share of it), for all ranks."""
         return [
-            (number, self._set(number, alike))
+            (number, self._set(number, *alike))
             for number, (steps, work) in enumerate(zip(self._world.steps, self._works, strict=True))
-            for alike in ([Alike(steps.all_ranks)] if work is None else work.alike())
+            for alike in ([(steps.all_ranks, None)] if work is None else work.alike())
         ]
 
-    def _set(self, number: int, alike: Alike) -> _Set:
+    def _set(self, number: int, ranks: np.ndarray, coordinate: int | None) -> _Set:
         steps, host = self._world.steps[number], self._hosts[number]
-        places, at = np.unique(self._world.place_of[alike.ranks], return_inverse=True)
+        places, at = np.unique(self._world.place_of[ranks], return_inverse=True)
         columns = slice(None) if len(places) == len(steps.ranks) else places
-        times, computed, weights = self._played(number, alike.coordinate, columns)
+        times, computed, weights = self._played(number, coordinate, columns)
         waits = waits_of(steps, self._costs, times, host is not None, places)
         heaviest = self._computed[number][columns]
         late = None if host is None else np.maximum(host.now[columns] - heaviest, 0.0)
         kernel_s = self._kernel_s[number] * weights
-        return _Set(alike.ranks, at.ravel(), weights, kernel_s, waits, computed, late)
+        return _Set(ranks, at.ravel(), weights, kernel_s, waits, computed, late)
 
     def _played(
         self, number: int, coordinate: int | None, columns: slice | np.ndarray
     ) -> tuple[Times, np.ndarray, np.ndarray]:
         """(the times of some simulated ranks at their steps, when their compute streams end, [events] the
-        share of each event that they do). ``coordinate``: see :class:`Alike`; ``columns``: the ranks."""
+        share of each event that they do). ``coordinate``: see :data:`Alike`; ``columns``: the ranks."""
         steps, work = self._world.steps[number], self._works[number]
         arrays = (self._reached, self._left, self._start, self._end)
         times = Times(*(each[number][:, columns] for each in arrays))
