@@ -36,9 +36,7 @@ from spbench.bench.measure.engines.distributed import SEED as SEED
 from spbench.bench.measure.engines.distributed import launch as launch
 from spbench.bench.measure.engines.engine import Engine as Engine
 from spbench.bench.measure.engines.engine import Quantity as Quantity
-from spbench.bench.measure.engines.engine import Run as Run
 from spbench.bench.measure.engines.engine import engine_classes as engine_classes
-from spbench.bench.measure.engines.engine import run_cell as run_cell
 from spbench.bench.measure.engines.listed import NotAlike as NotAlike
 from spbench.bench.measure.engines.plan import backend_options as backend_options
 from spbench.bench.measure.engines.plan import check_sizes as check_sizes
@@ -51,6 +49,8 @@ from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes as e
 from spbench.bench.measure.engines.rank_memory import host_peaks as host_peaks
 from spbench.bench.measure.engines.rank_memory import limit_by_host as limit_by_host
 from spbench.bench.measure.engines.rank_memory import usable_memory_bytes as usable_memory_bytes
+from spbench.bench.measure.engines.run_cell import Run as Run
+from spbench.bench.measure.engines.run_cell import run_cell as run_cell
 from spbench.bench.measure.engines.setup import set_up as set_up
 from spbench.bench.measure.engines.step_line import StepNumbers as StepNumbers
 from spbench.bench.measure.engines.step_line import steady_counts as steady_counts

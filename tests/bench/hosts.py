@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.engine import Run, measure, run_cell
+from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measurement import Outcome
 
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from spbench.bench.measure.engines import search, traces, tracing, virtual
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes import starting as processes
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.trace import recorder

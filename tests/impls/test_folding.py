@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.choices import option_mistakes
 from spbench.impls.axes import group_name, in_order, ranks_along, spelled, unused_axes

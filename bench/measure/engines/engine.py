@@ -6,32 +6,17 @@ engine. The attributes of the class say what the engine can do, so that no other
 
 spbench finds a quantity in the same way: a class derived from :class:`Quantity`, with a name, in a module of
 this package.
-
-:func:`run_cell` runs a cell on its engine; :func:`measure` makes an outcome of its measurement or error.
 """
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import ClassVar
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError
-from spbench.bench.measure.processes.stacks import RankError
-from spbench.bench.measurement import Measurement, Outcome, shortened
+from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
-from spbench.impls import (
-    Place,
-    Unavailable,
-    Unsupported,
-    exits_refused,
-    named_classes,
-    nesting,
-    printed,
-    told,
-)
+from spbench.impls import Place, Unsupported, named_classes, nesting
 
 
 class Engine(ABC):
@@ -206,45 +191,3 @@ class Candidates:
     def at(self, value: int) -> Cell:
         """A copy of the cell with the searched quantity set to ``value``, and without the search."""
         return self.quantity.at(self.cell, value)
-
-
-#: a function that measures a cell
-Run = Callable[[Cell], Measurement]
-
-
-def run_cell(cell: Cell) -> Measurement:
-    """The measurement of a cell by its engine: the answer of its search, its training run, or one step.
-
-    Raises:
-        Unsupported: the strategy cannot run these sizes, or the engine cannot search or train.
-    """
-    engine = engine_class(cell.engine)()
-    if cell.search is not None:
-        from spbench.bench.measure.engines import search  # torch, which a sweep's own process does without
-
-        return search.search(cell, engine)
-    if cell.learning is not None:
-        return engine.learn(cell)
-    return engine.measure(cell)
-
-
-def measure(run: Run, cell: Cell) -> Outcome:
-    """The outcome of ``run(cell)``, with its seconds. Errors become outcomes, but for KeyboardInterrupt."""
-    start = time.perf_counter()
-    try:
-        with exits_refused():
-            measurement = run(cell)
-        outcome = Outcome(measurement.status, measurement.reason, measurement.as_dict())
-    except Unsupported as error:
-        outcome = Outcome("unsupported", str(error), final=not isinstance(error, Unavailable))
-    except RankError as error:
-        reason = shortened(error.reason)
-        said = "" if error.status == "timeout" else str(error)
-        outcome = Outcome(error.status, reason, traceback=said, log=error.log)
-    except UserError as error:
-        outcome = Outcome("failed", str(error))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        outcome = Outcome("failed", shortened(told(error)), traceback=printed(error))
-    return replace(outcome, elapsed_s=time.perf_counter() - start)

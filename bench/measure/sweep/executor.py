@@ -22,7 +22,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.engine import Run
+from spbench.bench.measure.engines.run_cell import Run
 from spbench.bench.measure.processes.stacks import AGENTS, STACKS_FOLDER
 from spbench.bench.measure.sweep.dask_task import (
     Installation,

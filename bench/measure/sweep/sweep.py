@@ -23,7 +23,8 @@ from typing import Any
 from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.rate_tables import table_digest
-from spbench.bench.measure.engines.engine import Run, engine_class, measure, run_cell
+from spbench.bench.measure.engines.engine import engine_class
+from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import project_commit, provenance

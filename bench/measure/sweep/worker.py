@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.engine import Run, engine_class, measure, run_cell
+from spbench.bench.measure.engines.engine import engine_class
+from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
 from spbench.bench.measure.processes.stacks import (
     NO_END,

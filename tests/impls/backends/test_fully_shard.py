@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.engine import measure, run_cell
 from spbench.bench.measure.engines.plan import model_parameters, rank_classes
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.engines.setup import build_training
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool

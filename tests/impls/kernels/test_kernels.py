@@ -20,7 +20,7 @@ from torch.profiler import profile
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.simulator.program import (
     COMPUTE_STREAM,
     HOST_WORK,

@@ -12,7 +12,8 @@ import pytest
 from spbench.bench.cell import Cell, SearchRequest, Sizes, TrainingOptions
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.deepened_traces import Effort
-from spbench.bench.measure.engines.engine import Candidates, run_cell
+from spbench.bench.measure.engines.engine import Candidates
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.search import Guesses, largest_that_fits
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import VirtualEngine

@@ -8,7 +8,6 @@ import pytest
 
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.engines.rank_memory import (
     exchange_memory_bytes,
@@ -16,6 +15,7 @@ from spbench.bench.measure.engines.rank_memory import (
     limit_by_host,
     usable_memory_bytes,
 )
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.simulator.program import HOST_WORK
 from spbench.bench.measure.trace.memory import PAGEABLE

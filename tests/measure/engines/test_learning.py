@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from spbench.bench.cell import Cell, Learning
 from spbench.bench.measure.engines import distributed
 from spbench.bench.measure.engines.distributed import learning_rate, losses_of_rank
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.sweep import as_row

@@ -20,11 +20,11 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.engines import traces, tracing, virtual
-from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.engines.listed import Listed, NotAlike
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.repeating_runs import DeepList, runs_of
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
 from spbench.bench.measure.engines.traces import DamagedTrace, Trace, from_bytes, to_bytes, trace_key
 from spbench.bench.measure.engines.tracing import trace

@@ -17,7 +17,7 @@ import pytest
 
 from spbench.bench.command_line.cli import launched_exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.engine import measure
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.processes import starting
 from spbench.bench.measure.processes.rank_agent import Launched
 from spbench.bench.measure.processes.rank_pool import RankPool, loopback_store

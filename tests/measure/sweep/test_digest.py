@@ -16,7 +16,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.engines.engine import measure, run_cell
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import as_row, changed_parts, is_final, outdated, unfinished

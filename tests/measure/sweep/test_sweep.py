@@ -17,7 +17,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Learning, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.engine import measure
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.measure.sweep.sweep import _relative_cost, as_row, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew

@@ -15,7 +15,7 @@ from torch import Tensor
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.traces import from_bytes, to_bytes, trace_key
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.simulator.program import ATTENTION, MATMUL

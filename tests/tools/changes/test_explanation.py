@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.engine import measure, run_cell
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.row import finite
 from spbench.bench.tools.changes.change_evidence import why

@@ -11,7 +11,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.engine import measure, run_cell
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.row import finite

@@ -8,7 +8,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
-from spbench.bench.measure.engines.engine import measure
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import as_row, unfinished
 from spbench.bench.row import Row

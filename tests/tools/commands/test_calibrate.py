@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.tools.calibrate import operator_times

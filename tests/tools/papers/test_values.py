@@ -12,7 +12,7 @@ import yaml
 import spbench.bench.tools.papers.answers
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.engine import measure
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.sweep import as_row

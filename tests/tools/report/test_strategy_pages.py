@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.engines.engine import measure
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.measure.sweep.sweep import as_row, digest
