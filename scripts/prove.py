@@ -4,7 +4,8 @@
     python scripts/prove.py [FOLDER]
 
 The script reads the verdicts in FOLDER (default: results/verification), and refuses code on which a case is
-red or a strategy has no green case.
+red or a strategy has no green case. It also writes the counts of the verdicts into the summary of
+results/verification, which is committed in place of the verdicts; the nightly job keeps these whole.
 """
 
 import json
@@ -13,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from spbench.bench.measure.verify import proof
-from spbench.bench.measure.verify.verdicts import read_verdicts
+from spbench.bench.measure.verify.verdicts import read_verdicts, write_summary
 from spbench.impls.registries import all_strategies
 
 TREE = Path(__file__).parents[1]
@@ -37,6 +38,7 @@ def main() -> None:
         raise SystemExit(f"the code {code} is not proven: {why}")
     line = json.dumps({"code": code, "green": counts["green"], "pairs": sum("+" in name for name in proven)})
     (TREE / "bench" / "measure" / "verify" / proof.PROVEN).write_text(line + "\n", encoding="utf-8")
+    write_summary(TREE / "results" / "verification", verdicts)
     print(line)
 
 
