@@ -6,8 +6,10 @@ or beside the tests that those which cost most were.
     python scripts/prove.py tests
 
 The script reads the verdicts in FOLDER (default: results/verification), and refuses code on which a case is
-red or a strategy has no green case. With "tests" it runs the tests of the files in tests/recorded.json;
-if all pass, it notes the digest of the code there, and later default runs have only a few of these tests.
+red or a strategy has no green case. It also writes the counts of the verdicts into the summary of
+results/verification, which is committed in place of the verdicts; the nightly job keeps these whole.
+With "tests" the script runs the tests of the files in tests/recorded.json. If all pass, it notes the digest of
+the code there, and later default runs have only a few of these tests.
 """
 
 import json
@@ -17,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 from spbench.bench.measure.verify import proof
-from spbench.bench.measure.verify.verdicts import read_verdicts
+from spbench.bench.measure.verify.verdicts import read_verdicts, write_summary
 from spbench.impls.registries import all_strategies
 
 TREE = Path(__file__).parents[1]
@@ -57,6 +59,7 @@ def main() -> None:
         raise SystemExit(f"the code {code} is not proven: {why}")
     line = json.dumps({"code": code, "green": counts["green"], "pairs": sum("+" in name for name in proven)})
     (TREE / "bench" / "measure" / "verify" / proof.PROVEN).write_text(line + "\n", encoding="utf-8")
+    write_summary(TREE / "results" / "verification", verdicts)
     print(line)
 
 
