@@ -8,8 +8,8 @@ or beside the tests that those which cost most were.
 The script reads the verdicts in FOLDER (default: results/verification), and refuses code on which a case is
 red or a strategy has no green case. It also writes the counts of the verdicts into the summary of
 results/verification, which is committed in place of the verdicts; the nightly job keeps these whole.
-With "tests" the script runs the tests of the files in tests/recorded.json. If all pass, it notes the digest of
-the code there, and later default runs have only a few of these tests.
+With "tests" the script runs the tests of the files in tests/recorded.json. If all pass, it notes the digest
+of the code there, and later default runs have only a few of these tests.
 """
 
 import json
