@@ -6,11 +6,11 @@ from typing import Any
 
 from spbench.bench.measure import ATTENTION, packaged_model, priced_by_in_words, written
 from spbench.bench.tools.choose import ranking
-from spbench.bench.tools.choose.fit_verdict import TABLES
+from spbench.bench.tools.choose.fit_verdict import TABLES, has_experts
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.subject import micro_batch_of
+from spbench.bench.tools.choose.suggestions import micro_batch_of
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
@@ -121,7 +121,7 @@ class Advice:
         """In words, how much the fastest layout gains because its experts lie on other groups of ranks than
         the rest; "": they do not, or there are no experts. Only layouts that were traced whole count."""
         whole = sorted((s for s in self.result.traced if s.fits and s.exact), key=lambda seen: seen.step_s)
-        if not whole or not ranking.has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
+        if not whole or not has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
             return ""
         head = f"folding: the fastest layout, {whole[0]}, has its experts over ranks of several axes"
         other = next((s for s in whole if not folds_anew(s.cell.sizes.by_axis)), None)
