@@ -44,8 +44,8 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     # if the fullest does not fit, changes that help take the place of the parts of its memory
     sections, details = ([*sections, parts], []) if fullest.fits else (sections, [parts])
     timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
-    if priced_by := priced_by_in_words([each.measurement for each in timed]):
-        sections.append(f"priced by something else, with shares of the step: {priced_by}")
+    work = priced_by_in_words([each.measurement for each in timed])
+    sections += filter(None, [TABLES.text("priced_by", work=work)])
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
     details.append(f"not modelled: {'; '.join(TABLES.forms['not_modelled'])}")
