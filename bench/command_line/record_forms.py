@@ -59,8 +59,8 @@ class RecordForms:
         return " ".join(template.render(_values(names, item, self._names(item, values))).split())
 
     def _names(self, item: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        methods = {"record": self.record, "records": self.records, "text": self.text}
-        further = {name: partial(method, **values) for name, method in methods.items()}
+        methods: tuple[Callable[..., Any], ...] = (self.record, self.records, self.text)
+        further = {method.__name__: partial(method, **values) for method in methods}
         return {**further, **values, "item": item}
 
 

@@ -40,9 +40,10 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     lines = TABLES.text("held", fullest), experts_line(fullest.cell), TABLES.text("on_host", fullest)
     sections += filter(None, lines)
     title = f"What holds the peak ({fullest.moment_in(program)})"
-    parts = TABLES.table("parts", title, fullest.parts(program))
+    parts = TABLES.table("parts", title, fullest.peak_parts(program))
     # if the fullest does not fit, changes that help take the place of the parts of its memory
-    sections, details = ([*sections, parts], []) if fullest.fits else (sections, [parts])
+    details: list[Table | str] = []
+    (sections if fullest.fits else details).append(parts)
     timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
     work = priced_by_in_words([each.measurement for each in timed])
     sections += filter(None, [TABLES.text("priced_by", work=work)])

@@ -149,7 +149,7 @@ class Verdict:
         """The first line of an answer: yes, tight or no, and by how much."""
         return TABLES.text("fits", self)
 
-    def parts(self, program: str = "") -> list[dict[str, Any]]:
+    def peak_parts(self, program: str = "") -> list[dict[str, Any]]:
         """The parts of the peak, the largest first: its ``kind``, in words ``place``, where it was allocated,
         in the names of a program, ``of`` the part of a layer with experts, ``bytes``, ``tensors`` and
         ``share`` of the peak."""

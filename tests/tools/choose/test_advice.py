@@ -130,6 +130,8 @@ def test_a_winner_alone() -> None:
     alone = replace(answer.question, only=("ulysses+ring_attention", "zero3"))
     assert replace(answer, question=alone).why() == "no other strategy was asked about"
     assert advice().why() == ""
+    assert report([advice()]).sections == [f"{advice().text('question')}: nothing fits"]
+    assert (advice().point()["strategy"], advice().point()["tie"]) == ("", False)
     assert advice().winner is None
     assert advice().records() == []
 
