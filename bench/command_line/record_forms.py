@@ -52,6 +52,10 @@ class RecordForms:
         line = own.pop("lines")
         return Table(title, [_filled(line, item, self._names(item, values)) for item in items], **own)
 
+    def text(self, form: str, **values: Any) -> str:
+        """The text of a form that is a template of Jinja, filled in with the values."""
+        return _environment().from_string(self.forms[form]).render(values)
+
     def _names(self, item: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         further = {"record": partial(self.record, **values), "records": partial(self.records, **values)}
         return {**further, **values, "item": item}
@@ -84,7 +88,9 @@ def _compiled(text: str) -> tuple[TemplateExpression, frozenset[str]]:
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(undefined=ChainableUndefined)
+    environment = Environment(
+        undefined=ChainableUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
     environment.globals |= {name: value for name, value in vars(units).items() if name.isupper()}
     functions = {**vars(units), "shown_band": shown_band}
     environment.filters |= {name: _if_there(f) for name, f in functions.items() if callable(f)}
