@@ -37,7 +37,7 @@ def test_the_parts_of_a_step_add_up_to_it(row: Row) -> None:
     """So that what moved explains the whole change."""
     measured = row["measurement"]
     seconds = {**measured["breakdown"], **measured["parts"]}
-    assert sum(TABLES.record("parts of a step", seconds).values()) == pytest.approx(measured["step_time_s"])
+    assert sum(TABLES.record("parts of step_time_s", seconds).values()) == pytest.approx(measured["step_time_s"])
 
 
 def longer(measured: Row) -> None:
