@@ -285,10 +285,9 @@ def _annotations(suite: Suite) -> Iterator[str]:
     if (judgement := suite.judgement) is None:
         raise UserError(f"{suite.name}: annotations say what differs; give --base, such as results/baseline")
     for group in grouped(judgement.differences):
-        kind = "error" if group.worst.fails else "notice"
-        words = [f"{group.strategy} {group.values}".strip(), group.worst.why, group.where]
-        text = "; ".join(filter(None, words))
-        yield _command(kind, f"{suite.name}: {group.verdict}, {group.quantity}", text)
+        words = [f"{group['strategy']} {group['values']}".strip(), group["worst"].why, group["where"]]
+        title = f"{suite.name}: {group['verdict']}, {group['quantity']}"
+        yield _command("error" if group["worst"].fails else "notice", title, "; ".join(filter(None, words)))
     yield _command("notice", suite.name, f"{judgement.word}: {judgement.counted('equal')}")
 
 
