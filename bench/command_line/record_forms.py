@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, Undefined
-from jinja2.environment import TemplateExpression
 from jinja2.meta import find_undeclared_variables
 
 from spbench.bench import units
@@ -24,7 +23,8 @@ class RecordForms:
 
     A form is a mapping whose values are expressions of Jinja, or mappings and lists of these; numbers, null
     and the empty text stand as they are. The names in an expression are the values that a method gets,
-    ``item``, keys or attributes of the item, and :meth:`record` and :meth:`records` with the same values.
+    ``item``, keys or attributes of the item, and :meth:`record`, :meth:`records` and :meth:`text` with the
+    same values.
     :func:`shown_band` and the functions of :mod:`bench.units` are filters, which leave None as it is. A
     missing value is None; an entry whose name ends with "?" is left out if it is None.
     """
@@ -52,12 +52,20 @@ class RecordForms:
         line = own.pop("lines")
         return Table(title, [_filled(line, item, self._names(item, values)) for item in items], **own)
 
-    def text(self, form: str, **values: Any) -> str:
-        """The text of a form that is a template of Jinja, filled in with the values."""
-        return _environment().from_string(self.forms[form]).render(values)
+    def document(self, form: str, **values: Any) -> str:
+        """The lines of a form that is a template of Jinja, filled in with the values."""
+        whole_lines = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+        return _environment().overlay(**whole_lines).from_string(self.forms[form]).render(values)
+
+    def text(self, form: str, item: Any = None, **values: Any) -> str:
+        """The text of an item: under ``texts`` the file has templates of Jinja, in which the end of a line is
+        a blank; "": the template has nothing to say of the item."""
+        template, names = _compiled(self.forms["texts"][form], of_text=True)
+        return " ".join(template.render(_values(names, item, self._names(item, values))).split())
 
     def _names(self, item: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        further = {"record": partial(self.record, **values), "records": partial(self.records, **values)}
+        methods: tuple[Callable[..., Any], ...] = (self.record, self.records, self.text)
+        further = {method.__name__: partial(method, **values) for method in methods}
         return {**further, **values, "item": item}
 
 
@@ -71,26 +79,27 @@ def _filled(part: Any, item: Any, values: Mapping[str, Any]) -> Any:
     if not isinstance(part, str) or not part:
         return part
     expression, names = _compiled(part)
-    return expression({name: values[name] if name in values else _of(item, name) for name in names})
+    return expression(_values(names, item, values))
 
 
-def _of(item: Any, name: str) -> Any:
-    return item.get(name) if isinstance(item, Mapping) else getattr(item, name)
+def _values(names: Iterable[str], item: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the names: of an item those that are no values by themselves."""
+    of_item = item.get if isinstance(item, Mapping) else partial(getattr, item)
+    return {name: values[name] if name in values else of_item(name) for name in names}
 
 
 @cache
-def _compiled(text: str) -> tuple[TemplateExpression, frozenset[str]]:
-    """An expression, and the names that it takes from values or an item."""
+def _compiled(text: str, of_text: bool = False) -> tuple[Any, frozenset[str]]:
+    """An expression, or a template if ``of_text``, and the names that it takes from values or an item."""
     environment = _environment()
-    names = find_undeclared_variables(environment.parse(f"{{{{ {text} }}}}"))
-    return environment.compile_expression(text), frozenset(names - environment.globals.keys())
+    names = find_undeclared_variables(environment.parse(text if of_text else f"{{{{ {text} }}}}"))
+    compiled = environment.from_string(text) if of_text else environment.compile_expression(text)
+    return compiled, frozenset(names - environment.globals.keys())
 
 
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        undefined=ChainableUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
+    environment = Environment(undefined=ChainableUndefined)
     environment.globals |= {name: value for name, value in vars(units).items() if name.isupper()}
     functions = {**vars(units), "shown_band": shown_band}
     environment.filters |= {name: _if_there(f) for name, f in functions.items() if callable(f)}

@@ -58,7 +58,7 @@ def _to_junit(request: ExportRequest) -> Exported:
     def xml(text: str, further: Mapping[str, str] = _IN_ATTRIBUTES) -> str:
         return escape(_NO_CHARACTERS.sub("?", text), further)
 
-    return Exported(FORMS.text("junit", suites=[suite for suite in suites if suite["cases"]], xml=xml))
+    return Exported(FORMS.document("junit", suites=[suite for suite in suites if suite["cases"]], xml=xml))
 
 
 export_junit = _to_junit
