@@ -7,8 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.command_line.output import Output, Table, memory_table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import Progress
+from spbench.bench.command_line.record_forms import memory_table
 from spbench.bench.errors import UserError
 from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
