@@ -1,7 +1,8 @@
 """`spbench list models`, and what has a text in its name. `spbench flags`: what it writes, and its one line
 where a program has not what a cell says. Rates of a cluster by size, against what a simulation of one kernel
 or one message takes by hand. The command that writes a trace: which cell it takes, what it says, and its one
-line for each mistake. spbench verify: what it asks for, and how its verdicts are shown.
+line for each mistake. spbench verify: what it asks for, and how its verdicts are shown,
+kept in a file, and read from a spoilt one.
 """
 
 import json
@@ -15,15 +16,19 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.command_line.cli import exit_code
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Output, View
+from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster
+from spbench.bench.measure.verify import verdicts
 from spbench.bench.measure.verify.cases import VerifyRow
 from spbench.bench.tools.run.list_command import MESSAGES, attention_curves, link_curves, product_curves
 from spbench.bench.tools.run.verify_output import _each, _output, _sections
 from spbench.bench.units import shown_time
 from spbench.impls.models.huggingface.published import published_models
 from spbench.plots import FIGURES
+from tests.grid import data
 from tests.measure.simulator.step_programs import cluster
 from tests.measure.simulator.test_card_rates import figure
 from tests.terminal import faults_of, screen_of
@@ -337,3 +342,128 @@ def test_a_terminal_shows_what_is_wrong_and_counts_the_rest() -> None:
         False,
         True,
     ]
+
+
+GREEN = verdicts.VerifyRow(
+    strategy="lasp",
+    model="tnl-tiny",
+    part="block",
+    size=2,
+    mesh="sp2",
+    dtype="fp64",
+    batch=3,
+    seq_len=24,
+    status="green",
+    error=1.5e-14,
+    limit=1e-10,
+    tensor="output y",
+    rank=1,
+)
+RED = replace(GREEN, part="model", status="RED", error=0.5, verdict="is 0.5 times the reference")
+MADE = data(__file__)["MADE"]
+
+
+def keep(folder: Path, *rows: verdicts.VerifyRow, **made: str) -> None:
+    with verdicts.kept_verdicts(folder, MADE | made) as found:
+        found += map(asdict, rows)
+
+
+def test_what_is_kept_is_read(tmp_path: Path) -> None:
+    refused = replace(GREEN, size=3, status="unsupported", error=None, rank=None, tensor="", reason="odd")
+    keep(tmp_path, GREEN, RED, refused)
+    found = verdicts.read_verdicts(tmp_path)
+    assert found == [asdict(row) | MADE for row in (GREEN, refused, RED)]
+    lines = (tmp_path / verdicts.VERDICTS_FILE).read_text().splitlines()
+    assert json.loads(lines[0]) == MADE
+    assert all("commit" not in line and "null" not in line for line in lines[1:])
+    assert verdicts.read_verdicts(tmp_path / "elsewhere") == []
+
+
+def test_a_later_verdict_takes_the_place_of_an_earlier_one_on_its_case(tmp_path: Path) -> None:
+    keep(tmp_path, GREEN, RED)
+    keep(tmp_path, replace(RED, status="green", error=1e-15), commit="def")
+    keep(tmp_path, RED, backend="zero1")
+    found = {
+        (row["part"], row["backend"]): (row["status"], row["commit"])
+        for row in verdicts.read_verdicts(tmp_path)
+    }
+    assert found == {
+        ("block", "ddp"): ("green", "abc"),
+        ("model", "ddp"): ("green", "def"),
+        ("model", "zero1"): ("RED", "abc"),
+    }
+
+
+def test_what_was_verified_before_an_error_is_kept(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with verdicts.kept_verdicts(tmp_path, MADE) as found:
+            found.append(asdict(GREEN))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(verdicts.read_verdicts(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"status": "green"}', '{"strategy": "lasp"}'])
+def test_a_spoilt_file_is_refused_and_stays(tmp_path: Path, line: str) -> None:
+    (tmp_path / verdicts.VERDICTS_FILE).write_text(line + "\n")
+    with pytest.raises(UserError, match=rf"{verdicts.VERDICTS_FILE}:1: not a verdict"):
+        keep(tmp_path, GREEN)
+    assert (tmp_path / verdicts.VERDICTS_FILE).read_text() == line + "\n"
+
+
+def test_the_command_keeps_its_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verify(*arguments: Any, **options: Any) -> Iterator[verdicts.VerifyRow]:
+        options["expect"](2)
+        yield GREEN
+        yield replace(RED, error=float("inf"))
+
+    monkeypatch.setattr("spbench.bench.measure.verify_cases", verify)
+    assert exit_code(["verify", "--backend", "zero1", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    assert str(tmp_path / verdicts.VERDICTS_FILE) in capsys.readouterr().out
+    found = verdicts.read_verdicts(tmp_path)
+    assert [(row["status"], row["error"], row["backend"]) for row in found] == [
+        ("green", 1.5e-14, "zero1"),
+        ("RED", None, "zero1"),
+    ]
+    assert {row["code"] for row in found} == {verdicts.verified_code()}
+    assert all(row["time"] and row["torch"] for row in found)
+
+
+def test_no_committed_verdict_is_red() -> None:
+    found = verdicts.read_verdicts(Path(__file__).parents[3] / "results" / "verification")
+    assert {row["strategy"] for row in found if row["status"] == "green"} >= {"lasp", "dsp", "ulysses"}
+    assert [row for row in found if row["status"] == "RED"] == []
+
+
+def test_a_summary_counts_cases_and_keeps_each_red_one(tmp_path: Path) -> None:
+    worse = replace(GREEN, size=4, variant="heads=3", error=2.04567e-14, mesh="sp4")
+    refused = [replace(GREEN, size=n, status="unsupported", error=None, reason="odd") for n in (3, 5)]
+    rows = [asdict(row) | MADE for row in (GREEN, worse, RED, replace(RED, size=8), *refused)]
+    verdicts.write_summary(tmp_path, rows)
+    found = {(row["status"], row["size"]): row for row in verdicts.read_verdicts(tmp_path)}
+    assert {key: row["cases"] for key, row in found.items()} == {
+        ("green", 4): 2,
+        ("RED", 2): 1,
+        ("RED", 8): 1,
+        ("unsupported", 5): 2,
+    }
+    assert (found["green", 4]["error"], found["green", 4]["mesh"]) == (2.05e-14, "sp4")
+    assert found["green", 4].items() >= MADE.items()
+
+
+def test_a_summary_renews_the_strategies_that_were_verified(tmp_path: Path) -> None:
+    pair = replace(GREEN, strategy="tensor_parallel+lasp")
+    verdicts.write_summary(tmp_path, [asdict(row) | MADE for row in (GREEN, pair)])
+    verdicts.write_summary(tmp_path, [asdict(replace(GREEN, error=0.0)) | MADE | {"code": "new"}])
+    found = {row["strategy"]: (row["code"], row["cases"]) for row in verdicts.read_verdicts(tmp_path)}
+    assert found == {pair.strategy: (MADE["code"], 1), GREEN.strategy: ("new", 1)}
+
+
+def test_verdicts_of_all_cases_are_read_in_the_place_of_a_summary(tmp_path: Path) -> None:
+    verdicts.write_summary(tmp_path, [asdict(GREEN) | MADE])
+    keep(tmp_path, RED)
+    assert [row["status"] for row in verdicts.read_verdicts(tmp_path)] == ["RED"]
