@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.steps.verified_step import verify_step
 from spbench.bench.measure.verify.verdicts import VerifyRow
+from spbench.bench.measure.verify.verified_step import verify_step
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8"))
