@@ -13,11 +13,13 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -51,6 +53,8 @@ _LOOPBACK = "127.0.0.1"
 _REACHED_S = 10.0
 #: seconds after its job's limit at which a collective fails: the job's own failure names the silent rank
 _LATER_S = 60.0
+#: seconds between two looks at whether ranks work
+_LOOK_S = 0.5
 #: the beginnings of torch's messages when its CPU allocator gets no memory from the system
 _NO_CPU_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
@@ -72,6 +76,7 @@ class Ranks(ABC):
         function: Callable[..., Any],
         *args: Any,
         timeout_s: float | None = None,
+        idle_s: float | None = None,
         device: str = "cpu",
         backend: str = "",
     ) -> list[Any]:
@@ -81,6 +86,8 @@ class Ranks(ABC):
             sizes: the number of ranks along each axis of the mesh; 1 along an axis without an entry.
             function: a function of a module that the ranks can import; its arguments and result are pickled.
             timeout_s: seconds after which the job fails and its processes are killed, and then replaced.
+            idle_s: seconds after which the job fails if the ranks of a :class:`RankPool` only wait for each
+                other; None: it does not.
             device: the type of the devices of the ranks' tensors.
             backend: a backend of torch.distributed; "": Gloo on CPUs, NCCL with a GPU for each rank.
 
@@ -92,6 +99,7 @@ class Ranks(ABC):
         work = pickle.dumps((function, args))
         limit = self.timeout_s if timeout_s is None else timeout_s
         job = RankJob(0, whole_mesh(sizes), device, backend or BACKENDS[device], limit, work)
+        job = replace(job, idle_s=idle_s)
         if job.ranks > self.size:
             raise ValueError(f"a job on {job.ranks} ranks does not fit in a pool of {self.size}")
         return self._run(job)
@@ -288,7 +296,7 @@ class RankPool(Ranks):
         try:
             for rank, process in enumerate(self._processes[: job.ranks]):
                 process.give(job, rank)
-            return collect(job.ranks, job.timeout_s, self._next_answer)
+            return collect(job.ranks, job.timeout_s, partial(self._next_answer, job.idle_s))
         except RankError as error:
             if error.status == "timeout":
                 hung = [self._processes[rank].process.pid for rank in error.silent]
@@ -304,15 +312,32 @@ class RankPool(Ranks):
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _next_answer(self, waiting: Collection[int], timeout_s: float) -> RankAnswer | None:
+    def _next_answer(
+        self, idle_s: float | None, waiting: Collection[int], timeout_s: float
+    ) -> RankAnswer | None:
         by_connection = {self._processes[rank].connection: self._processes[rank] for rank in waiting}
-        ready = wait(list(by_connection), timeout_s)
-        return by_connection[ready[0]].answer() if ready else None  # type: ignore[index]
+        deadline, work, since = time.monotonic() + timeout_s, [""], time.monotonic()
+        while not (ready := wait([*by_connection], min(timeout_s, _LOOK_S) if idle_s else timeout_s)):
+            before, work = work, [*map(_main_thread, by_connection.values())]
+            since = since if work == before and all(work) else time.monotonic()
+            if time.monotonic() >= min(deadline, since + (idle_s or timeout_s)):
+                return None
+        return by_connection[ready[0]].answer()  # type: ignore[index]
 
     def _kill(self) -> None:
         for process in self._processes:
             process.end()
         self._processes = []
+
+
+def _main_thread(process: RankProcess) -> str:
+    """The times that the main thread of a sleeping process has worked for; "" for a process that works, or
+    whose system does not say."""
+    pid = process.process.pid
+    with suppress(OSError):
+        state, *rest = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+        return " ".join(rest[10:12]) if state == "S" else ""
+    return ""
 
 
 def loopback_store(port: int = 0) -> tuple[dist.TCPStore, int]:
