@@ -23,6 +23,7 @@ import click
 
 from spbench.bench import errors, measure
 from spbench.bench.command_line.output import for_stream
+from spbench.bench.measured_code import code_digest
 from spbench.impls import DiscoveryError, FunctionModules, exits_refused, installed_version, place_of_error
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
@@ -95,7 +96,8 @@ class _Commands(click.Group):
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
-        click.echo(f"spbench {installed_version('spbench') or '(not installed)'}")
+        mine, torch = (installed_version(name) or "(not installed)" for name in ("spbench", "torch"))
+        click.echo(f"spbench {mine}, code {code_digest()}, torch {torch}")
         context.exit()
 
 

@@ -155,7 +155,7 @@ class Pipeline:
         # the first backward allocates gradients to which others add; no micro-batch follows the last one
         steps = keyed_steps(
             count,
-            lambda i: (i < ahead, i == 0, i == ahead, i == count - 1),
+            lambda i: (i < ahead, i == 0, i == ahead, i == count - 1, stage.backend.kind_of_backward(i)),
             backward_within=True,
             kept=losses,
         )

@@ -10,16 +10,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 import spbench
 import spbench.bench.measure.processes.preloaded
+from scripts.public_names import FILE, public_names
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from tests.api.user_folder import NAMES, UserFolder
 
 HERE = Path(spbench.__file__).parent
+ROOT = Path(__file__).parents[2]
 #: what takes longer to import than everything else
 HEAVY = ("torch", "numpy", "pandas", "pydantic", "yaml", "click", "rich", "matplotlib")
 
@@ -67,6 +70,26 @@ def test_a_public_name_is_documented(name: str) -> None:
 def test_an_unknown_name() -> None:
     with pytest.raises(AttributeError, match="module 'spbench' has no attribute 'Strategie'"):
         spbench.Strategie  # type: ignore[attr-defined]  # noqa: B018
+
+
+def unannounced(names: Iterable[str], announced: str) -> list[str]:
+    """The names whose last word no line on changes has."""
+    return [name for name in names if f"`{name.split()[-1]}`" not in announced]
+
+
+def test_no_public_name_goes_without_a_line_in_the_changelog() -> None:
+    """After a change of names run scripts/public_names.py; a removed one needs a file in .changes too."""
+    committed = FILE.read_text().splitlines()
+    present = public_names()
+    texts = [ROOT / "CHANGELOG.md", *(ROOT / ".changes").glob("*.md")]
+    announced = "".join(path.read_text() for path in texts)
+    assert unannounced({*committed} - {*present}, announced) == []
+    assert present == committed, "run python scripts/public_names.py"
+
+
+def test_a_removed_name_is_missed_until_it_is_announced() -> None:
+    assert unannounced(["option fit --longest"], "`--long` went") == ["option fit --longest"]
+    assert unannounced(["option fit --longest"], "The option `--longest` went.") == []
 
 
 pytest_plugins = ["pytester"]
@@ -158,7 +181,6 @@ def test_pytest_starts_without_torch(project: pytest.Pytester) -> None:
     result.assert_outcomes(passed=1)
 
 
-ROOT = Path(__file__).parents[2]
 SMALL_SCENARIO = """
 title: Two strategies
 defaults: {model: bert-tiny, batch: 2, seq_len: 24}

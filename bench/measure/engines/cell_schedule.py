@@ -28,6 +28,11 @@ def turns_of(cell: Cell, stage: Stage) -> Turns | None:
     )
 
 
+def puts_off(cell: Cell) -> bool:
+    """Whether a cell's step puts off gradients of some micro-batches, which so differ from the others."""
+    return bool(cell.training.backend_options.get("defer_embedding_wgrad_compute"))
+
+
 def passes_of(cell: Cell, around: Composition) -> list[list[bool]]:
     """For each chunk of layers of a rank, whether each pass is a forward, as :class:`PlannedStep` has it."""
     turns, training = turns_of(cell, around.stage), cell.training

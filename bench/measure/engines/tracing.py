@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.cell_schedule import turns_of
+from spbench.bench.measure.engines.cell_schedule import puts_off, turns_of
 from spbench.bench.measure.engines.deepened_traces import DeepTrace, Effort, few_layers
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import RankClass, check_sizes, plan, stage_module
@@ -192,7 +192,7 @@ def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace
         NotAlike: the schedule is not 1F1B, or the cell has too few micro-batches.
     """
     count, schedule, fewer = cell.training.micro_batches, cell.training.schedule, []
-    if schedule != "1f1b" or count < cell.sizes.pp + 2:
+    if schedule != "1f1b" or count < cell.sizes.pp + 2 or puts_off(cell):
         raise NotAlike("turns of several runs of layers, or too few of them")
     for each, traced in zip(classes, traces, strict=True):
         assert traced.program is not None
@@ -266,7 +266,7 @@ def _from_short_step(
         traced: the traces of short steps, to which further short steps are added.
     """
     for short in whole.shorter():
-        if len(short) > len(whole):
+        if len(short) > len(whole) or puts_off(cell):
             continue
         if short not in traced:
             # its program says which calls communicate in which turn

@@ -305,7 +305,8 @@ def counts(verdict: PaperVerdict) -> str:
     if verdict.median is not None:
         text += f", median error {percent(verdict.median)}, worst {percent(max(verdict.errors), 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
-        text += f"{';' if verdict.errors else ','} formulas of bytes differ by up to {percent(worst, 0)}"
+        what = "the paper's formulas of sent bytes differ from our metered bytes"
+        text += f"{';' if verdict.errors else ','} {what} by up to {percent(worst, 0)}"
     return text
 
 

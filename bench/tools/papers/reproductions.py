@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pandas import concat
+
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line import progress
@@ -187,7 +189,7 @@ def fit_bands(request: Reproduction) -> Output:
     seen = past_errors.observations(records, cells)
     if seen.empty:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = fit([*past_errors.observed(seen), *past_errors.grouped_observations()])
+    model = fit(concat([seen, past_errors.grouped_observations()], ignore_index=True))
     lines = past_errors.time_lines(records, cells)
     intervals = [
         {

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line import progress
-from spbench.bench.command_line.output import Output, Table, memory_table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
-from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, RecordForms
+from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, RecordForms, memory_table
 from spbench.bench.errors import listed
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison, draw_figure, frame_of

@@ -9,12 +9,12 @@ import torch
 
 from spbench.bench import measure
 from spbench.bench.cell import OWN_STEP, Cell
-from spbench.bench.command_line.output import Column, Output, Table, memory_table
+from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message, remark
-from spbench.bench.command_line.record_forms import shown_band
+from spbench.bench.command_line.record_forms import RecordForms, memory_table, shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Measurement
-from spbench.bench.units import gib, mib, shown_time, three_digits
+from spbench.bench.units import gib, shown_time, three_digits
 from spbench.impls import Unsupported
 
 
@@ -100,22 +100,7 @@ def _spoken(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{_WORDS.get(name, name.replace('_', ' '))} {time}" for name, time in named.items())
 
 
-#: the most lines of what is alive at the peak that a terminal shows
-_MOST = 12
-
-_HELD = (
-    Column("GiB", "bytes", gib),
-    Column("kind", "kind", lambda kind: kind.replace("_", " ")),
-    Column("allocated in", "place"),
-    Column("tensors", "tensors"),
-)
-_SENT = (
-    *(Column(name, name) for name in ("phase", "collective", "axis")),
-    Column("ranks", "group_size"),
-    Column("calls", "count"),
-    Column("MiB of tensors", "payload_bytes", mib),
-    Column("MiB sent by a GPU", "sent_bytes", mib),
-)
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
 def trace_step(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
@@ -149,8 +134,8 @@ def trace_step(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     return Output(
         [
             _verdict(traces, result, banded),
-            Table.of(f"Alive at the peak of rank {result.peak_rank}", _HELD, traces.held(), most=_MOST),
-            Table.of("Communication of a step", _SENT, result.communication),
+            TABLES.table("alive", f"Alive at the peak of rank {result.peak_rank}", traces.held()),
+            TABLES.table("communication", "Communication of a step", result.communication),
         ],
         {"row": {**row, "measurement": banded}, "classes": str(traces)},
         [measure.flat(row)],

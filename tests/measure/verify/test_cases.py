@@ -340,3 +340,33 @@ def test_no_committed_verdict_is_red() -> None:
     found = verdicts.read_verdicts(Path(__file__).parents[3] / "results" / "verification")
     assert {row["strategy"] for row in found if row["status"] == "green"} >= {"lasp", "dsp", "ulysses"}
     assert [row for row in found if row["status"] == "RED"] == []
+
+
+def test_a_summary_counts_cases_and_keeps_each_red_one(tmp_path: Path) -> None:
+    worse = replace(GREEN, size=4, variant="heads=3", error=2.04567e-14, mesh="sp4")
+    refused = [replace(GREEN, size=n, status="unsupported", error=None, reason="odd") for n in (3, 5)]
+    rows = [asdict(row) | MADE for row in (GREEN, worse, RED, replace(RED, size=8), *refused)]
+    verdicts.write_summary(tmp_path, rows)
+    found = {(row["status"], row["size"]): row for row in verdicts.read_verdicts(tmp_path)}
+    assert {key: row["cases"] for key, row in found.items()} == {
+        ("green", 4): 2,
+        ("RED", 2): 1,
+        ("RED", 8): 1,
+        ("unsupported", 5): 2,
+    }
+    assert (found["green", 4]["error"], found["green", 4]["mesh"]) == (2.05e-14, "sp4")
+    assert found["green", 4].items() >= MADE.items()
+
+
+def test_a_summary_renews_the_strategies_that_were_verified(tmp_path: Path) -> None:
+    pair = replace(GREEN, strategy="tensor_parallel+lasp")
+    verdicts.write_summary(tmp_path, [asdict(row) | MADE for row in (GREEN, pair)])
+    verdicts.write_summary(tmp_path, [asdict(replace(GREEN, error=0.0)) | MADE | {"code": "new"}])
+    found = {row["strategy"]: (row["code"], row["cases"]) for row in verdicts.read_verdicts(tmp_path)}
+    assert found == {pair.strategy: (MADE["code"], 1), GREEN.strategy: ("new", 1)}
+
+
+def test_verdicts_of_all_cases_are_read_in_the_place_of_a_summary(tmp_path: Path) -> None:
+    verdicts.write_summary(tmp_path, [asdict(GREEN) | MADE])
+    keep(tmp_path, RED)
+    assert [row["status"] for row in verdicts.read_verdicts(tmp_path)] == ["RED"]

@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_led_to_the_tie_that_differs_least(tmp_path: Path) 
     faster, near = seen(about, 2.0, **replicas, training=fewer), seen(about, 2.01, training=more)
     of_job = answer(about, own, faster, near)
     assert [*own_in_words(of_job)][1] == "to tensor_parallel tp2 by Megatron-LM: --micro-batch-size 1"
-    assert "a model of 2 layers of width 64" in of_job.in_words()
+    assert "a model of 2 layers of width 64" in of_job.text("question")
     slower = answer(about, own, faster, seen(about, 9.0, training=more))
     assert [*own_in_words(slower)][1].startswith("to single dp2 by Megatron-LM: ")
 
@@ -154,12 +154,12 @@ def test_a_layout_that_fills_its_card_is_said_to(tmp_path: Path) -> None:
     roomy = seen(about, 2.01, training=own.cell.training.model_copy(update={"micro_batches": 8}))
     both = answer(about, own, full, roomy)
     head = "single dp2 leaves 0.1 GiB, less than 5% of a card; tensor_parallel tp2 takes +0% and leaves "
-    assert both.fullness() == f"{head}1.0"
+    assert both.text("fullness") == f"{head}1.0"
     assert [*own_in_words(both)][1].startswith("to tensor_parallel tp2 (-33%) by Megatron-LM: ")
-    assert answer(about, own, full).fullness().endswith("less than 5% of a card")
+    assert answer(about, own, full).text("fullness").endswith("less than 5% of a card")
     as_full = seen(about, 2.01, peak_memory_bytes=int(2**31 * 0.97))
-    assert answer(about, own, full, as_full).fullness().endswith("every tie that was traced whole")
-    assert answer(about, own, roomy).fullness() == ""
+    assert answer(about, own, full, as_full).text("fullness").endswith("every tie that was traced whole")
+    assert answer(about, own, roomy).text("fullness") == ""
 
 
 def test_where_no_arguments_are_known_the_settings_are_named(tmp_path: Path) -> None:

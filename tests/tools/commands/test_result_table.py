@@ -9,8 +9,8 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.drawn_tables import markdown
-from spbench.bench.command_line.output import Output, Table, memory_table
-from spbench.bench.command_line.record_forms import TIE
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.record_forms import TIE, memory_table
 from spbench.bench.measure.sweep.results import flat_rows
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measure.trust.bands import packaged_model
