@@ -43,8 +43,6 @@ from spbench.bench.measure.processes.staged_group import STAGED, register
 from spbench.bench.measure.processes.starting import FILES_OF_GROUP, FILES_OF_RANK, MEET, check_open_files
 from spbench.impls import Unsupported, device_mesh, exits_refused, printed, share_files, told, whole_mesh
 
-__all__ = ["RankError", "RankPool", "Ranks"]
-
 #: backends of torch.distributed, by the type of the tensors' devices
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -86,8 +84,7 @@ class Ranks(ABC):
             sizes: the number of ranks along each axis of the mesh; 1 along an axis without an entry.
             function: a function of a module that the ranks can import; its arguments and result are pickled.
             timeout_s: seconds after which the job fails and its processes are killed, and then replaced.
-            idle_s: seconds after which the job fails if the ranks of a :class:`RankPool` only wait for each
-                other; None: it does not.
+            idle_s: seconds after which the job fails if the ranks of a :class:`RankPool` only wait.
             device: the type of the devices of the ranks' tensors.
             backend: a backend of torch.distributed; "": Gloo on CPUs, NCCL with a GPU for each rank.
 
@@ -98,8 +95,7 @@ class Ranks(ABC):
         # pickled before any rank starts, so that the caller gets the error if this cannot be pickled
         work = pickle.dumps((function, args))
         limit = self.timeout_s if timeout_s is None else timeout_s
-        job = RankJob(0, whole_mesh(sizes), device, backend or BACKENDS[device], limit, work)
-        job = replace(job, idle_s=idle_s)
+        job = RankJob(0, whole_mesh(sizes), device, backend or BACKENDS[device], limit, work, idle_s=idle_s)
         if job.ranks > self.size:
             raise ValueError(f"a job on {job.ranks} ranks does not fit in a pool of {self.size}")
         return self._run(job)
@@ -313,14 +309,14 @@ class RankPool(Ranks):
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _next_answer(
-        self, idle_s: float | None, waiting: Collection[int], timeout_s: float
+        self, idle_s: float | None, waiting: Collection[int], limit_s: float
     ) -> RankAnswer | None:
         by_connection = {self._processes[rank].connection: self._processes[rank] for rank in waiting}
-        deadline, work, since = time.monotonic() + timeout_s, [""], time.monotonic()
-        while not (ready := wait([*by_connection], min(timeout_s, _LOOK_S) if idle_s else timeout_s)):
-            before, work = work, [*map(_main_thread, by_connection.values())]
+        deadline, work, since = time.monotonic() + limit_s, [""], time.monotonic()
+        while not (ready := wait([*by_connection], min(limit_s, _LOOK_S) if idle_s else limit_s)):
+            before, work = work, [each.work_so_far() for each in by_connection.values()]
             since = since if work == before and all(work) else time.monotonic()
-            if time.monotonic() >= min(deadline, since + (idle_s or timeout_s)):
+            if time.monotonic() >= min(deadline, since + (idle_s or limit_s)):
                 return None
         return by_connection[ready[0]].answer()  # type: ignore[index]
 
@@ -328,16 +324,6 @@ class RankPool(Ranks):
         for process in self._processes:
             process.end()
         self._processes = []
-
-
-def _main_thread(process: RankProcess) -> str:
-    """The times that the main thread of a sleeping process has worked for; "" for a process that works, or
-    whose system does not say."""
-    pid = process.process.pid
-    with suppress(OSError):
-        state, *rest = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-        return " ".join(rest[10:12]) if state == "S" else ""
-    return ""
 
 
 def loopback_store(port: int = 0) -> tuple[dist.TCPStore, int]:

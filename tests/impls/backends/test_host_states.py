@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.processes.rank_pool import RankError, RankPool
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.impls.backends import megatron
 from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
 from spbench.impls.registries import model_preset
