@@ -27,8 +27,8 @@ from spbench.bench.measure.clusters.rates import Network as Network
 from spbench.bench.measure.clusters.rates import OperatorTimes as OperatorTimes
 from spbench.bench.measure.clusters.rates import RatedCollective as RatedCollective
 from spbench.bench.measure.clusters.rates import operator_seconds as operator_seconds
-from spbench.bench.measure.devices.nvml import Nvml as Nvml
-from spbench.bench.measure.devices.nvml import NvmlProblem as NvmlProblem
+from spbench.bench.measure.devices.telemetry import Nvml as Nvml
+from spbench.bench.measure.devices.telemetry import NvmlProblem as NvmlProblem
 from spbench.bench.measure.engines.class_traces import ClassTraces as ClassTraces
 from spbench.bench.measure.engines.deepened_traces import leading_runs as leading_runs
 from spbench.bench.measure.engines.deepened_traces import stage_layers as stage_layers

@@ -144,9 +144,8 @@ class ClassTraces:
         """The trace of a class that runs out of memory, or else of the class with the largest peak."""
         return self.traces[self.by_class.index(largest(self.by_class))]
 
-    def simulator(self, cluster: Cluster | None = None, kernel: str | None = None) -> Simulator:
-        """A simulator of all ranks. ``cluster`` and ``kernel`` replace the cell's cluster and its model's
-        attention kernel.
+    def simulator(self, cluster: Cluster | None = None) -> Simulator:
+        """A simulator of all ranks. ``cluster`` replaces the cell's cluster.
 
         Raises:
             RatesUnknown: the cluster lacks a figure.
@@ -163,7 +162,7 @@ class ClassTraces:
             self.cell.precision,
             model_parameters(self.cell),
             self.fold,
-            kernel or model_preset(*self.cell.model_arguments).attention_kernel,
+            model_preset(*self.cell.model_arguments).attention_kernel,
             None if axis is None else [*self.cell.mesh_sizes].index(axis),
             self.cell.training.cuda_graph,
         )

@@ -24,7 +24,7 @@ from spbench.bench.measure.engines.class_traces import merged
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.own_steps import record_steps
 from spbench.bench.measure.engines.plan import plan
-from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step, refuse_variables
+from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step
 from spbench.bench.measure.engines.step_times import add_step_time, add_timed_steps, remark
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
@@ -54,13 +54,8 @@ class DistributedEngine(Engine):
     summary = "real ranks: Gloo on CPUs, NCCL on GPUs, of this machine or under torchrun; measured time"
     runs_alone = True
     ends_in_time = True
-    on_devices = True
-    runs_steps = True
+    on_devices = real_tensors = runs_steps = True
     heeds = frozenset({"timing", "meters", "training.moments", "training.steps", "training.batch_on_device"})
-
-    def check(self, cell: Cell) -> None:
-        super().check(cell)
-        refuse_variables(cell)
 
     def measure(self, cell: Cell) -> Measurement:
         """The step time, communication and peak memory of a cell. The peaks are those of torch's caching

@@ -198,7 +198,7 @@ class StepTraces(ClassTraces):
             parts = self.timeline.breakdown, self.timeline.priced_by
             add_rates(measurement, self.cell, *parts, [COMPILED.price])
 
-    def simulator(self, cluster: Cluster | None = None, kernel: str | None = None) -> Simulator:
+    def simulator(self, cluster: Cluster | None = None) -> Simulator:
         programs = [each.program for each in self.traces if each.program is not None]
         parameters = max(each.parameters for each in self.traced)
         cluster = cluster or load_cluster(self.cell.cluster)

@@ -176,10 +176,9 @@ class Boundary:
         self.unit = step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, asked.step))
         self.low, self.high = 0, asked.limit // self.unit + 1
         self.timed = asked.timed and can_time(candidates.cell)
-        #: the newest probe, the best that fits, and the newest that does not
+        #: the newest probe, and the best that fits
         self.newest: Probe | None = None
         self.best: Probe | None = None
-        self.too_large: Probe | None = None
         self.proof: list[dict[str, Any]] = []
         #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
         self.predicted = 0
@@ -219,8 +218,6 @@ class Boundary:
         fits = probe.measurement.status != "oom"
         if fits:
             self.best = probe
-        else:
-            self.too_large = probe
         largest = traces.traces.index(traces.worst())
         if largest != self.predicted:
             self.predicted = largest
@@ -258,7 +255,7 @@ def largest_that_fits(cell: Cell) -> Measurement:
     boundary = Boundary(candidates, capacity)
     boundary.narrow()
     boundary.refine()
-    chosen = boundary.best or boundary.too_large
+    chosen = boundary.best or boundary.newest
     assert chosen is not None
     measurement = chosen.traces.measurement() if boundary.best else chosen.measurement
     measurement.proof = boundary.proof

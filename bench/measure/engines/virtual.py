@@ -26,7 +26,6 @@ from spbench.bench.measure.engines.tracing import (
     no_cyclic_collection,
     stage_traces,
     takes_plain_path,
-    trace,
 )
 from spbench.bench.measurement import Measurement
 
@@ -75,12 +74,9 @@ def trace_classes(cell: Cell, *, events: bool = False, short: ShortSteps | None 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    planned, plain = plan(cell), takes_plain_path()
-    if cell.sizes.pp == 1 or cell.meters or plain:
-        traces = [trace(cell, each.first, events=events, checked=True) for each in planned.classes]
-    else:
-        traces = stage_traces(cell, planned.classes, events=events, short=short)
-    return ClassTraces(cell, planned, traces, fold=not plain)
+    planned = plan(cell)
+    traces = stage_traces(cell, planned.classes, events=events, short=short)
+    return ClassTraces(cell, planned, traces, fold=not takes_plain_path())
 
 
 def measured(

@@ -19,6 +19,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.scenarios.choices import (
+    NAMES,
     cell_names,
     names,
     option_mistakes,
@@ -34,14 +35,8 @@ from spbench.impls import unused_axes
 Path_ = tuple[str, ...]
 
 
-#: settings without effect in some cells; of these, those of pipelines, and those without effect in training
-_PARTLY_HEEDED = (
-    *("rank", "timing", "meters", "training.schedule", "training.stage_layers", "training.moments"),
-    *("training.steps", "training.batch_on_device", "training.alloc_retries", "training.cuda_graph"),
-)
-_OF_PIPELINES = ("training.schedule", "training.stage_layers")
-_NOT_LEARNING = (
-    *("rank", "timing", "meters", "training.steps", "training.alloc_retries", "training.cuda_graph"),
+_PARTLY_HEEDED, _OF_PIPELINES, _NOT_LEARNING = (
+    NAMES[kind] for kind in ("partly_heeded", "of_pipelines", "not_learning")
 )
 _DEFAULTS = Cell(model="", strategy="", batch=1, seq_len=1)
 
@@ -120,12 +115,6 @@ MULTIPLYING = ("step", "model", "strategy", "batch", "seq_len", "precision", "cl
 
 #: the most cells of a scenario with all variants: more would run for weeks and fill the memory
 MOST_CELLS = 100_000
-#: fields of a cell that no group sets
-_GIVEN_OTHERWISE = {
-    "variant": "variants have a section of their own",
-    "model_config_json": "give the path of the config.json as the model",
-    "device": "where real tensors are is said by --device",
-}
 
 
 class Problem(ValueError):
@@ -157,7 +146,7 @@ def expand(
             layers.insert(0, (("variants", variant), variants[variant]))
         merged: dict[str, Any] = {}
         for place, layer in reversed(layers):
-            for key, instead in _GIVEN_OTHERWISE.items():
+            for key, instead in NAMES["set_otherwise"].items():
                 if key in layer:
                     raise Problem([*place, key], f"unknown key; {instead}")
             merged = merge(merged, layer)

@@ -110,13 +110,18 @@ def verify_cases(
         yield from _rows(ranks, cases, device, explain)
 
 
-class _Planned(NamedTuple):
+class PlannedCase(NamedTuple):
     """A case to run, its mesh (or number of ranks), the name of its model, and all options as text."""
 
     case: Case
     mesh: Mapping[str, int] | int
     model: str
-    variant: str
+    variant: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh if isinstance(self.mesh, int) else math.prod(self.mesh.values())
 
 
 def _cases(
@@ -127,7 +132,7 @@ def _cases(
     parts: Sequence[str] | None,
     of_models: Mapping[str, Any],
     settings: Mapping[str, Any],
-) -> Iterator[_Planned]:
+) -> Iterator[PlannedCase]:
     """The cases of :func:`verify_cases`; ``of_models``: options of all models; ``settings``: of each case."""
     of_all = {**settings["options"], **settings["backend_options"]}
     for strategy, (name, preset) in itertools.product(nestings, presets.items()):
@@ -140,10 +145,10 @@ def _cases(
                 folds = _foldings(case, mesh if isinstance(mesh, int) else math.prod(mesh.values()))
                 every = not varying and case.model.parts()[part].build == case.model.build
                 for folded in folds if every else folds[-1:]:
-                    yield _Planned(replace(case, folds=folded), mesh, name, variant)
+                    yield PlannedCase(replace(case, folds=folded), mesh, name, variant)
 
 
-def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) -> Iterator[VerifyRow]:
+def _rows(ranks: Ranks, cases: Sequence[PlannedCase], device: str, explain: int) -> Iterator[VerifyRow]:
     """The row of each case, as soon as the case is done."""
     failures: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # the RED rows, by strategy
     for case, mesh, model, variant in cases:
