@@ -123,7 +123,8 @@ class ScenarioRuns:
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
         from spbench.api import measure_step, run
-        from spbench.bench.measure import Narrowing, as_frame, names_a_step, read_rows
+        from spbench.bench.measure import Narrowing, names_a_step, read_rows
+        from spbench.bench.measure.sweep.results import as_frame
         from spbench.bench.tools.papers.answer import compare, load_scenario
         from spbench.bench.tools.papers.comparison import write
 

@@ -34,7 +34,7 @@ from spbench.bench.tools.papers.reproduction import (
     records_of,
     reproduce_paper,
 )
-from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.sources import ALL, papers, scenarios_of
 from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, memory_errors
 from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
@@ -126,9 +126,9 @@ def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterat
         for paper, scenarios in of_papers:
             yield reproduce_paper(request, paper, scenarios)
         for name, other in others.items():
-            if request.paper in (name, measure.ALL):
+            if request.paper in (name, ALL):
                 yield other(request)
-    if request.paper in (BANDS, measure.ALL):
+    if request.paper in (BANDS, ALL):
         yield fit_bands(request)
 
 
@@ -200,7 +200,7 @@ def fit_bands(request: Reproduction) -> Output:
         }
         for rates, of_class in {
             **model.intervals,
-            **dict.fromkeys(model.of_stand_ins, (measure.ANY,)),
+            **dict.fromkeys(model.of_stand_ins, (model.ANY,)),
         }.items()
         for bound in of_class
         for low, high, words in [model.band(rates, bound, model.strategies[0])]
@@ -211,9 +211,9 @@ def fit_bands(request: Reproduction) -> Output:
     verdicts = certainty_lines(runs, kinds)
     folder = PACKAGED if request.write else request.output
     contents = {
-        measure.BANDS_FILE: json.dumps(model.as_dict(), indent=1),
+        model.FILE: json.dumps(model.as_dict(), indent=1),
         measure.MEMORY_ERRORS_FILE: json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":")),
-        measure.CERTAINTY_FILE: json.dumps(measure.Evidence.of(runs, kinds)._asdict(), indent=1),
+        measure.Evidence.FILE: json.dumps(vars(measure.Evidence.of(runs, kinds)), indent=1),
     }
     written = [write_whole(folder / name, f"{text}\n") for name, text in contents.items()]
     if request.write:
@@ -239,6 +239,6 @@ def fit_bands(request: Reproduction) -> Output:
 def _all_cells() -> Mapping[str, Cell]:
     """The declared cells of the packaged scenarios by key, and those on clusters that lack rates."""
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
-    declared = [(each, measure.Narrowing(variant=measure.ALL)) for each in scenarios if each.document.paper]
+    declared = [(each, measure.Narrowing(variant="all")) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
     return {cell.key: cell for scenario, narrowing in declared for cell in narrowing.declared(scenario)}
