@@ -54,8 +54,8 @@ class RecordForms:
 
     def document(self, form: str, **values: Any) -> str:
         """The lines of a form that is a template of Jinja, filled in with the values."""
-        whole_lines = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-        return _environment().overlay(**whole_lines).from_string(self.forms[form]).render(values)
+        of_lines = _environment().overlay(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+        return of_lines.from_string(self.forms[form]).render(values)
 
     def text(self, form: str, item: Any = None, **values: Any) -> str:
         """The text of an item: under ``texts`` the file has templates of Jinja, in which the end of a line is
