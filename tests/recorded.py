@@ -28,8 +28,11 @@ DRAWN, DRAWN_FILES = 24, 4
 LEFT_OUT = pytest.StashKey[list[str]]()
 
 #: what recorded files may read: the instrument, which imports neither commands nor tools (api/test_rooms.py),
-#: scenarios and clusters, and the tests of impls and the instrument
-_READ = ("impls", "bench", "scenarios", "tests/impls", "tests/measure", "tests/*.*")
+#: scenarios and clusters, the tests of impls and the instrument, and the scripts and modules that these run
+_READ = (
+    *("impls", "bench", "scenarios", "scripts", "tests/*.*"),
+    *("tests/impls", "tests/measure", "tests/bench", "tests/examples", "tests/plugins"),
+)
 _NOT_READ = ("bench/tools", "bench/command_line", "tests/recorded.json", "bench/measure/verify/proven.json")
 _KINDS = {".py", ".pyi", ".yaml", ".json", ".csv"}
 

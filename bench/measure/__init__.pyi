@@ -27,8 +27,9 @@ from spbench.bench.measure.clusters.rates import Network as Network
 from spbench.bench.measure.clusters.rates import OperatorTimes as OperatorTimes
 from spbench.bench.measure.clusters.rates import RatedCollective as RatedCollective
 from spbench.bench.measure.clusters.rates import operator_seconds as operator_seconds
-from spbench.bench.measure.devices.nvml import Nvml as Nvml
-from spbench.bench.measure.devices.nvml import NvmlProblem as NvmlProblem
+from spbench.bench.measure.devices.telemetry import Nvml as Nvml
+from spbench.bench.measure.devices.telemetry import NvmlProblem as NvmlProblem
+from spbench.bench.measure.engines.class_traces import ClassTraces as ClassTraces
 from spbench.bench.measure.engines.deepened_traces import leading_runs as leading_runs
 from spbench.bench.measure.engines.deepened_traces import stage_layers as stage_layers
 from spbench.bench.measure.engines.deepened_traces import with_layers as with_layers
@@ -36,6 +37,9 @@ from spbench.bench.measure.engines.distributed import SEED as SEED
 from spbench.bench.measure.engines.distributed import launch as launch
 from spbench.bench.measure.engines.engine import engine_classes as engine_classes
 from spbench.bench.measure.engines.listed import NotAlike as NotAlike
+from spbench.bench.measure.engines.own_steps import StepTraces as StepTraces
+from spbench.bench.measure.engines.own_steps import step_cell as step_cell
+from spbench.bench.measure.engines.own_steps import step_traces as step_traces
 from spbench.bench.measure.engines.plan import backend_options as backend_options
 from spbench.bench.measure.engines.plan import check_sizes as check_sizes
 from spbench.bench.measure.engines.plan import model_parameters as model_parameters
@@ -65,7 +69,6 @@ from spbench.bench.measure.engines.tracing import stage_traces as stage_traces
 from spbench.bench.measure.engines.tracing import trace_of_class as trace_of_class
 from spbench.bench.measure.engines.tracing import trace_rank as trace_rank
 from spbench.bench.measure.engines.unlike_ranks import is_uneven_text as is_uneven_text
-from spbench.bench.measure.engines.virtual import ClassTraces as ClassTraces
 from spbench.bench.measure.engines.virtual import VirtualEngine as VirtualEngine
 from spbench.bench.measure.engines.virtual import measured as measured
 from spbench.bench.measure.engines.virtual import trace_classes as trace_classes
@@ -109,11 +112,6 @@ from spbench.bench.measure.simulator.program import AttentionCall as AttentionCa
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder as ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator as Simulator
 from spbench.bench.measure.simulator.table_prices import attention_rate as attention_rate
-from spbench.bench.measure.steps.measured_step import MeasuredStep as MeasuredStep
-from spbench.bench.measure.steps.measured_step import measured_step as measured_step
-from spbench.bench.measure.steps.measured_step import real_step as real_step
-from spbench.bench.measure.steps.step_file import names_a_step as names_a_step
-from spbench.bench.measure.steps.verified_step import verify_step as verify_step
 from spbench.bench.measure.sweep.executor import Executor as Executor
 from spbench.bench.measure.sweep.executor import executor_at as executor_at
 from spbench.bench.measure.sweep.provenance import COMMITS as COMMITS
@@ -123,6 +121,7 @@ from spbench.bench.measure.sweep.provenance import cpu_model as cpu_model
 from spbench.bench.measure.sweep.provenance import memory_bytes as memory_bytes
 from spbench.bench.measure.sweep.provenance import provenance as provenance
 from spbench.bench.measure.sweep.results import RESULTS_FILE as RESULTS_FILE
+from spbench.bench.measure.sweep.results import ResultsFile as ResultsFile
 from spbench.bench.measure.sweep.results import flat as flat
 from spbench.bench.measure.sweep.results import flat_rows as flat_rows
 from spbench.bench.measure.sweep.results import read_all_rows as read_all_rows
@@ -135,6 +134,7 @@ from spbench.bench.measure.sweep.sweep import digest as digest
 from spbench.bench.measure.sweep.sweep import digests_of_a_run as digests_of_a_run
 from spbench.bench.measure.sweep.sweep import is_final as is_final
 from spbench.bench.measure.sweep.sweep import outdated as outdated
+from spbench.bench.measure.sweep.sweep import row_of as row_of
 from spbench.bench.measure.sweep.worker import Crew as Crew
 from spbench.bench.measure.trace.memory_log import MemoryLog as MemoryLog
 from spbench.bench.measure.trace.operator_prices import price_of as price_of
@@ -165,3 +165,4 @@ from spbench.bench.measure.verify.verdicts import VerifyRow as VerifyRow
 from spbench.bench.measure.verify.verdicts import kept_verdicts as kept_verdicts
 from spbench.bench.measure.verify.verdicts import read_verdicts as read_verdicts
 from spbench.bench.measure.verify.verdicts import verified_code as verified_code
+from spbench.bench.measure.verify.verified_step import verify_step as verify_step

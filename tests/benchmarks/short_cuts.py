@@ -46,7 +46,6 @@ _simulator = virtual.ClassTraces.simulator
 _OFF: dict[str, tuple[Any, str, Any]] = {
     "remembered operators": (recorder.operator_results, "key_of", _no_key),
     "repeated steps": (recorder, "choosing_steps", _nothing_chosen),
-    "uncut pieces": (recorder, "nothing_cut", _nothing_chosen),
     "layers put together": (tracing, "few_layers", _all_layers),
     "micro-batches on a line": (virtual, "counts_on_line", _no_key),
     "folding": (virtual.ClassTraces, "simulator", _every_rank),

@@ -16,8 +16,8 @@ from scripts.covering_tests import covering_tests
         (["bench/units.py"], ["tests/bench"]),
         (["docs/fit.md", "README.md", "CONTRIBUTING.md"], ["tests/docs"]),
         ([".ci/run", ".github/workflows/ci.yml"], ["tests/ci"]),
-        (["tests/plots/test_style.py", "tests/plots/rows.py"], ["tests/plots/test_style.py"]),
-        (["tests/plots/test_style.py", "plots/style.py"], ["tests/plots"]),
+        (["tests/plots/test_every_figure.py", "tests/plots/rows.py"], ["tests/plots/test_every_figure.py"]),
+        (["tests/plots/test_every_figure.py", "plots/style.py"], ["tests/plots"]),
         (["LICENSE", "results/papers/rsa.csv"], []),
     ],
 )

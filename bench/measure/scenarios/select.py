@@ -11,7 +11,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.cell import Cell, strategy_axes
+from spbench.bench.cell import OWN_STEP, Cell, strategy_axes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.card_kernels import played_kernel, usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
@@ -167,7 +167,7 @@ def _named_kernels(scenario: Scenario, cells: Iterable[Cell]) -> Iterator[Cell]:
     for cell in cells:
         device = load_cluster(cell.cluster).device
         same = usual_kernel(device) == played_kernel(device, NO_KERNEL)
-        as_is = same or scenario.document.unsaid_attention == "file"
+        as_is = same or cell.strategy == OWN_STEP or scenario.document.unsaid_attention == "file"
         yield cell if as_is else with_usual_attention(cell)[0]
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.errors import Interrupted
 from spbench.bench.measure.clusters.card_kernels import usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
@@ -191,6 +191,7 @@ def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
     missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in ErrorModel.NO_RATE]
     if missing:
         yield f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
+    rows = [row for row in rows if row["cell"]["strategy"] != OWN_STEP]
     if names := _attending_by_matmuls(rows):
         yield (
             f"{', '.join(names)}: softmax attention by matmuls, priced as these, with its scores in memory; "

@@ -118,12 +118,8 @@ class MemoryLog:
     def peak(self) -> Peak:
         """The peak of live bytes over the traced steps, in whole granules, as an allocator that splits every
         block would count it."""
-        return max(self.peaks(rounded(np.asarray(self.sizes, dtype=np.int64))), key=lambda peak: peak.nbytes)
-
-    def peaks(self, nbytes: Sequence[int] | np.ndarray) -> list[Peak]:
-        """For each traced step, the peak of live bytes, with its phase and its bytes by category; arguments
-        and errors as of :meth:`levels`."""
-        return self.levels(nbytes).steps
+        levels = self.levels(rounded(np.asarray(self.sizes, dtype=np.int64)))
+        return max(levels.steps, key=lambda peak: peak.nbytes)
 
     def levels(self, nbytes: Sequence[int] | np.ndarray) -> Levels:
         """The live bytes after each event, and the peaks of set-up and of each traced step.

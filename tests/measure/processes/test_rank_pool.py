@@ -27,8 +27,15 @@ from spbench.bench.measure.engines.lockstep import LockstepEngine
 from spbench.bench.measure.processes import rank_pool
 from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.lockstep_ranks import LOCKSTEP, LockstepRanks
-from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
-from spbench.bench.measure.processes.stacks import GRACE_S, STACKS_FOLDER, STACKS_S, RankAnswer, collect
+from spbench.bench.measure.processes.rank_pool import RankPool, Rendezvous, loopback_store
+from spbench.bench.measure.processes.stacks import (
+    GRACE_S,
+    STACKS_FOLDER,
+    STACKS_S,
+    RankAnswer,
+    RankError,
+    collect,
+)
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.verify.cases import verify_cases
 from spbench.impls import collectives

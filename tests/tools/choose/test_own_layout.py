@@ -188,6 +188,7 @@ def test_a_job_that_does_not_fit_says_so_and_is_no_tie(tmp_path: Path) -> None:
     assert own_content(Advice(replace(about, own=None), SearchResult())) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_savings", "kept_traces")
 def test_a_search_looks_at_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "Crew", CrewHere)
