@@ -46,9 +46,9 @@ RESTS_ON = {
     "transferred": "the rate of another card, kernel or host",
     "substituted": "no measurement of the kind: attention priced as a matmul, a link by its datasheet",
     "fitted": "a scalar of the cluster, fitted to other published steps of the same model and strategy",
-    "fitted elsewhere": "the same, fitted to steps of another model or strategy",
+    "fitted elsewhere": "a scalar of the cluster, fitted to steps of another model or strategy",
     "datasheet": "datasheets alone",
-} | dict.fromkeys(STOOD_IN, "such rates, for another program")
+} | dict.fromkeys(STOOD_IN, "rates as above, of another program")
 #: kinds of groups that cross-validation leaves out of the intervals, one group at a time, with their names
 LEFT_OUT: dict[LeftOut, str] = {
     "source": "who measured",
