@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines.class_traces import ClassTraces, mismatched
 from spbench.bench.measure.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.plan import plan
@@ -33,7 +34,6 @@ from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.step_times import add_step_time, add_timed_steps, can_time, utilization
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
-from spbench.bench.measure.engines.virtual import ClassTraces, mismatched
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.torchrun import check_gpus
 from spbench.bench.measure.simulator.program import MEMORY_BOUND, Program

@@ -31,6 +31,8 @@ class Engine(ABC):
     runs_alone: ClassVar[bool] = False
     #: whether memory and times are equal in every run on any machine, so that they can be compared exactly
     is_exact: ClassVar[bool] = False
+    #: whether it runs training steps of users' own programs
+    runs_steps: ClassVar[bool] = False
     #: whether tensors are on a device of this machine, of the type that a cell says (``--device``); if not,
     #: all tensors are on the CPU
     on_devices: ClassVar[bool] = False

@@ -24,6 +24,7 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines.class_traces import ClassTraces
 from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.engine import Candidates, Engine
 from spbench.bench.measure.engines.plan import rank_classes
@@ -35,7 +36,6 @@ from spbench.bench.measure.engines.rank_memory import (
 )
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement

@@ -2,19 +2,20 @@
 
 import ast
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from spbench import impls
-from spbench.bench.cell import Cell, TrainingOptions, requirements
+from spbench.bench.cell import OWN_STEP, Cell, TrainingOptions, requirements
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_file, resolved
 from spbench.bench.measure.engines.engine import Candidates, engine_class, engine_classes, quantities
 from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.steps.step_file import OwnStep
 from spbench.bench.measure.trace.meter import meters
-from spbench.bench.setting_values import remote_name
+from spbench.bench.setting_values import names_a_step, read_model_file, remote_name
 from spbench.bench.yaml_files import read_yaml
 
 #: for each kind of name, the function that returns the classes or objects of that kind by name
@@ -190,3 +191,39 @@ def option_mistakes(
         return [([], str(error))]
     mistakes += [([name], message) for name, message in impls.values_without_effect(options, here)]
     return mistakes + [([], problem) for problem in getattr(options, "problems_of_sizes", ())]
+
+
+def with_step(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings of a cell of a user's step, which the key ``step`` names in place of a model; UserError if
+    it is no step. The step's file is looked for in ``folder``."""
+    if not names_a_step(step := str(content["step"])):
+        raise UserError(f"{step}: write FILE.py:FUNCTION, such as step.py:train")
+    others = {name: value for name, value in content.items() if name != "step"}
+    own = {"model": Path(step).name, "model_config_json": read_model_file(step, folder), "strategy": OWN_STEP}
+    return {"precision": "bf16", **others, **own}
+
+
+#: what the cell of a user's step may set, of all settings, sizes and training
+_OF_STEPS = {
+    "": (
+        *("model", "strategy", "sizes", "cluster", "engine", "device", "precision", "training", "timing"),
+        *("variant", "model_config_json"),
+    ),
+    "sizes": ("dp",),
+    "training": ("cuda_alloc_conf", "cublas_workspace", "alloc_retries"),
+}
+
+
+def step_mistakes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The mistakes in the cell of a user's step, each as (path in the cell, message)."""
+    settings = cell.model_dump(exclude_defaults=True)
+    for section, may in _OF_STEPS.items():
+        for name in {*(settings.get(section, {}) if section else settings)} - {*may}:
+            path = tuple(filter(None, (section, name)))
+            yield path, "a step of your own makes its own model, batch and layout of ranks; leave it out"
+    if not engine_class(cell.engine).runs_steps:
+        yield ("engine",), f"the engine {cell.engine} runs no steps of users' own"
+    try:
+        OwnStep.of(cell)
+    except UserError as error:
+        yield ("step",), str(error)

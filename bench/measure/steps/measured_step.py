@@ -53,9 +53,9 @@ from spbench.bench.measure.steps.traced_step import (
 )
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile
 from spbench.bench.measure.sweep.sweep import as_row, digest
-from spbench.bench.measure.trace.memory_log import CATEGORIES
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter
-from spbench.bench.measure.trust.fit_certainty import NO, Certainty, certainty
+from spbench.bench.measure.trust.fit_certainty import Certainty, certainty
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.row import Row
 from spbench.impls import Stage
@@ -155,14 +155,14 @@ class MeasuredStep:
 
     def held(self) -> list[dict[str, Any]]:
         """What is alive at the peak of the fullest rank, the largest first: ``bytes``, number of ``tensors``,
-        their ``kind`` (:data:`CATEGORIES`) and the ``place``, the user's module and line that made them."""
+        their ``kind`` (a category of the log) and ``place``: the module and line that made them."""
         rank, traces = self.measurement.peak_rank, [each.trace for each in self.classes.traced]
         log = self._with_workspaces(next(each for each in traces if each.rank == rank)).memory
         live = log.levels(sizes := rounded(np.asarray(log.sizes, dtype=np.int64))).live
         at = log.step_start + int(np.argmax(live[log.step_start :]))
-        kinds = np.asarray([CATEGORIES.index(kind) for kind in log.categories()])
+        kinds = np.asarray([MemoryLog.CATEGORIES.index(kind) for kind in log.categories()])
         return [
-            {"bytes": nbytes, "kind": CATEGORIES[kind], "place": place, "tensors": tensors}
+            {"bytes": nbytes, "kind": MemoryLog.CATEGORIES[kind], "place": place, "tensors": tensors}
             for kind, place, nbytes, tensors in log.parts_after(at, sizes, kinds)
         ]
 
@@ -192,7 +192,7 @@ class MeasuredStep:
     def fits(self, cluster: str | None = None) -> bool:
         """Whether the step fits the cards of a cluster; None: of its own. :attr:`verdict` says how surely."""
         verdict = (self if cluster is None else self.on(cluster)).verdict
-        return verdict is None or verdict.word != NO
+        return verdict is None or verdict.word != "no"
 
 
 def cell_of(own: OwnStep, world_size: int, cluster: str) -> Cell:

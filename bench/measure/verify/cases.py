@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from spbench import impls
 from spbench.bench.measure.processes.rank_pool import Ranks
-from spbench.bench.measure.processes.stacks import NO_END, RankError
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.processes.torchrun import ranks_for, shared_backend
 from spbench.bench.measure.verify.explanation import explain_failure, explain_values
@@ -44,8 +44,8 @@ from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.setting_values import names_a_file, read_model_file
 
-#: seconds that a case may take after another case of its strategy did not end within the pool's limit
-HUNG_S = 15.0
+#: seconds after which a case has failed whose ranks only wait for each other
+IDLE_S = 6.0
 
 
 def verify_cases(
@@ -159,7 +159,6 @@ def _rows(ranks: Ranks, cases: Sequence[PlannedCase], device: str, explain: int)
             model_name=model,
             variant=variant,
             explain=len(reds) < explain,
-            timeout_s=HUNG_S if any(red.reason.startswith(NO_END) for red in reds) else None,
         )
         reds += [row] if row.status == "RED" else []
         yield row
@@ -209,13 +208,11 @@ def verify_case(
     model_name: str = "",
     variant: str = "",
     explain: bool = False,
-    timeout_s: float | None = None,
 ) -> VerifyRow:
     """Run one case on a mesh of the pool's ranks, or on a number of ranks along one axis, and judge it.
 
     Args:
         explain: run a RED case once more, to say where its step goes wrong first.
-        timeout_s: seconds after which the case has failed; None: the pool's limit.
     """
     try:
         sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
@@ -242,7 +239,7 @@ def verify_case(
         backend = shared_backend(row.size, device)
         if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
             row = replace(row, bytes=EQUAL)
-        findings = pool.run(sizes, check_rank, case, timeout_s=timeout_s, device=device, backend=backend)
+        findings = pool.run(sizes, check_rank, case, idle_s=IDLE_S, device=device, backend=backend)
     except impls.Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench import impls
-from spbench.bench.cell import Cell
+from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.processes.rank_pool import RankPool, Ranks
@@ -78,7 +78,10 @@ _verdicts: dict[str, Outcome | None] = {}
 def _cases(cell: Cell) -> list[PlannedCase]:
     """The small cases to verify before the cell is measured; none where it is proven or refused. Later cases
     have the strategy on fewer ranks, and at last no options of the backend, for when earlier cases are
-    unsupported. A backend of a strategy without axes is verified with the package's strategies."""
+    unsupported. A backend of a strategy without axes is verified with the package's strategies. A user's step
+    is not verified, because `spbench verify` needs another batch than its measurement."""
+    if cell.strategy == OWN_STEP:
+        return []
     cls, backend = impls.nesting(cell.strategy), cell.training.backend
     of_strategy = bool(cls.axes) and not _is_proven(*cls.classes)
     of_backend = cell.sizes.world > 1 and not _is_proven(impls.backend_class(backend))

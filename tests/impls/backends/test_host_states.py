@@ -20,7 +20,8 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.processes.rank_pool import RankError, RankPool
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.simulator.program import COLLECTIVE
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.backends import megatron

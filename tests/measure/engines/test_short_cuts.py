@@ -18,11 +18,11 @@ from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import deepened_traces, traces, tracing, virtual
+from spbench.bench.measure.engines.class_traces import ClassTraces
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.turn_parts import put_together
-from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.trace import step_records
 from spbench.bench.measure.trace.event_log import RecordedEvent, Streams

@@ -138,6 +138,7 @@ def stages(tasks: Sequence[Task]) -> list[int]:
     return [each.keywords["stage"] for each in partials]
 
 
+@pytest.mark.slow
 def test_a_stage_that_another_worker_has_traced_is_not_traced_again(
     tmp_path: Path, traced: list[int]
 ) -> None:

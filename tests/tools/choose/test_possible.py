@@ -133,6 +133,7 @@ def test_what_is_missing_is_asked_for_at_once() -> None:
     assert re.search(r"give --cluster NAME, --gpus N and --seq-len N too", str(error.value))
 
 
+@pytest.mark.slow
 def test_strategies_that_the_length_alone_leaves_out_are_named_with_one_that_does_not() -> None:
     """With that length each has a layout; a strategy that the model cannot use is not among them."""
     odd = asked(gpus=8, seq_len=257, batch=1)
