@@ -16,6 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from spbench.bench.measure.steps.traced_step import (
+    StepClasses,
+    StepTrace,
+    precision_of,
+    rank_classes,
+    record_steps,
+)
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import OWN_STEP, Cell, Sizes
@@ -44,13 +51,6 @@ from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.steps.fake_world import rank_of_world
 from spbench.bench.measure.steps.step_file import Build, OwnStep, named_lines
 from spbench.bench.measure.steps.step_recorder import StepWatcher
-from spbench.bench.measure.steps.traced_step import (
-    StepClasses,
-    StepTrace,
-    precision_of,
-    rank_classes,
-    record_steps,
-)
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile
 from spbench.bench.measure.sweep.sweep import as_row, digest
 from spbench.bench.measure.trace.memory_log import MemoryLog
