@@ -22,29 +22,12 @@ from scripts.schemas import FOLDER, SCHEMAS, scenario, text_of
 from spbench.bench.measure.clusters.rate_tables import RateTable
 from spbench.bench.measure.scenarios.scenario import PACKAGE
 from spbench.bench.yaml_files import packaged, read_yaml
+from tests.grid import data
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-CODE = '''"""A string, which is left alone."""
-
-
-def clipped(x: int) -> int:
-    return x if x < 10 else 10
-
-
-def unused() -> int:
-    return 1
-'''
-TESTS = """from toy.area import clipped
-
-
-def test_small():
-    assert clipped(3) == 3
-
-
-def test_large():
-    assert clipped(12) == 10
-"""
+CODE = data(__file__)["CODE"]
+TESTS = data(__file__)["TESTS"]
 
 
 @pytest.fixture

@@ -26,12 +26,7 @@ from tests.grid import data, tabled
 
 GIB = 2**30
 
-PUBLISHED = """ranks,sequence,how,memory_gib,speed,status
-1,512,Megatron,2,100,ok
-4,512,Megatron,,,oom
-1,512,Ring,4,,ok
-4,512,Ring,8,200.5,ok
-"""
+PUBLISHED = data(__file__)["PUBLISHED"]
 
 SCENARIO: dict[str, Any] = data(__file__)["SCENARIO"]
 TABLE = SCENARIO["tables"][0]
