@@ -139,21 +139,7 @@ def test_a_baseline_is_written_and_held(project: pytest.Pytester) -> None:
 
 
 def test_runs_selections_and_user_errors(project: pytest.Pytester) -> None:
-    project.makepyfile("""
-        def test_run(spbench):
-            table = spbench.run("my.yaml", world_sizes=[2])
-            assert list(table["status"]) == ["ok"]
-
-        def test_subset(spbench):
-            found = spbench.assert_no_worse("my.yaml", baseline="whole", subset=True, world_sizes=[1])
-            assert [(d.verdict, d.allowed) for d in found.differences] == [("missing", True), ("new", False)]
-
-        def test_lacking(spbench):
-            spbench.assert_no_worse("my.yaml", baseline="whole", world_sizes=[1])
-
-        def test_unknown(spbench):
-            spbench.run("other.yaml")
-    """)
+    project.makepyfile(data(__file__)["RUNS"])
     rows = '{"key": "%s", "cell": {}, "status": "ok", "measurement": {"peak_memory_bytes": 1}}\n'
     folder = project.mkdir("whole")
     (folder / "cells.jsonl").write_text(rows % "gone")
@@ -166,13 +152,7 @@ def test_runs_selections_and_user_errors(project: pytest.Pytester) -> None:
 
 def test_pytest_starts_without_torch(project: pytest.Pytester) -> None:
     """In a project that does not use the fixture, and with the workers of xdist."""
-    project.makepyfile("""
-        import sys
-
-        def test_light():
-            heavy = {"torch", "pandas", "numpy", "pydantic", "spbench.bench"} & sys.modules.keys()
-            assert not heavy, heavy
-    """)
+    project.makepyfile(data(__file__)["LIGHT"])
     result = project.runpytest_subprocess(*PLUGIN, "-p", "xdist", "-n", "1")
     result.assert_outcomes(passed=1)
 
