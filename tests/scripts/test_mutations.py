@@ -100,29 +100,10 @@ def test_each_kind_of_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from mistakes import mutations
 
-    source = "\n".join(
-        [
-            "é = a + b",
-            "if not c and d >= 1: e.f = g(h, i=True)",
-            "def f(x: int = 2) -> int: raise ValueError(f'{x + 1}')",
-            "x += len(é, y)",
-        ]
-    )
+    source = "\n".join(data(__file__)["SOURCE"])
     made = [*mutations("f.py", source)]
     assert [(each.kind, each.applied(source).splitlines()[each.line - 1]) for each in made] == [
-        ("operator", "é = (a - b)"),
-        ("condition", "if (not (not c and d >= 1)): e.f = g(h, i=True)"),
-        ("operator", "if (not c or d >= 1): e.f = g(h, i=True)"),
-        ("condition", "if (c) and d >= 1: e.f = g(h, i=True)"),
-        ("boundary", "if not c and (d > 1): e.f = g(h, i=True)"),
-        ("constant", "if not c and d >= 2: e.f = g(h, i=True)"),
-        ("deleted line", "if not c and d >= 1: pass"),
-        ("dropped argument", "if not c and d >= 1: e.f = (g(h))"),
-        ("constant", "if not c and d >= 1: e.f = g(h, i=False)"),
-        ("constant", "def f(x: int = 3) -> int: raise ValueError(f'{x + 1}')"),
-        ("operator", "x -= len(é, y)"),
-        ("deleted line", "pass"),
-        ("dropped argument", "x += (len(é))"),
+        (*pair,) for pair in data(__file__)["MISTAKES"]
     ]
     for each in made:
         ast.parse(each.applied(source))
