@@ -38,6 +38,7 @@ def test_recorded_files_import_what_the_digest_has() -> None:
     for path in (recorded.TESTS / name for name in FILES):
         assert path in read
         assert not [each for each in modules_of(path) if any(other in each for other in others)], path
+        assert "spbench" not in modules_of(path), path  # whose public names may be of tools
 
 
 def test_other_code_is_another_digest(tmp_path: Path) -> None:
