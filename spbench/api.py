@@ -15,16 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure import (
-    RESULTS_FILE,
-    Narrowing,
-    ResultsFile,
-    Scenario,
-    as_frame,
-    impossible,
-    read_rows,
-    run_sweep,
-)
+from spbench.bench.measure import RESULTS_FILE, Narrowing, Scenario, read_rows
+from spbench.bench.measure.scenarios.expand import impossible
+from spbench.bench.measure.sweep.results import ResultsFile, as_frame
+from spbench.bench.measure.sweep.sweep import sweep
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import dotted
 from spbench.impls.registries import DEFAULT_BACKEND
@@ -91,7 +85,7 @@ def run(
         folder = output or stack.enter_context(tempfile.TemporaryDirectory(prefix="spbench-"))
         results = stack.enter_context(ResultsFile(Path(folder), fresh=fresh))
         _warn(results.problems)
-        return as_frame(run_sweep(cells, results, jobs=jobs))
+        return as_frame(sweep(cells, results, jobs=jobs))
 
 
 def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrowing: Narrowing) -> list[Cell]:

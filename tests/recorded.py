@@ -51,7 +51,8 @@ def read_files(root: Path) -> list[Path]:
 def digest(root: Path = TESTS.parent) -> str:
     """The digest of what recorded files may read, without docstrings and comments, and the releases of Python
     and torch."""
-    return f"{digest_of_files(root, read_files(root))} {platform.python_version()} {version('torch')}"
+    python, torch = platform.python_version_tuple(), version("torch").partition("+")[0]
+    return f"{digest_of_files(root, read_files(root))} Python {python[0]}.{python[1]} torch {torch}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before the cache, which has digests of unchanged files, is another folder

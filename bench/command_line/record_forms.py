@@ -12,7 +12,7 @@ from jinja2.meta import find_undeclared_variables
 
 from spbench.bench import units
 from spbench.bench.command_line.output import Table
-from spbench.bench.measure import NO_RATE
+from spbench.bench.measure import ErrorModel
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.units import shown_time
 from spbench.bench.yaml_files import read_yaml
@@ -54,8 +54,8 @@ class RecordForms:
 
     def document(self, form: str, **values: Any) -> str:
         """The lines of a form that is a template of Jinja, filled in with the values."""
-        whole_lines = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
-        return _environment().overlay(**whole_lines).from_string(self.forms[form]).render(values)
+        of_lines = _environment().overlay(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+        return of_lines.from_string(self.forms[form]).render(values)
 
     def text(self, form: str, item: Any = None, **values: Any) -> str:
         """The text of an item: under ``texts`` the file has templates of Jinja, in which the end of a line is
@@ -166,7 +166,7 @@ def shown_band(measured: Mapping[str, Any]) -> str:
         return shown_time(step_time_s)
     rates, lacks = measured.get("rates") or "", measured.get("lacks")
     marked = _MARKED | {name: f", {name}" for name in STOOD_IN}
-    word = f", no rate of {lacks}" if lacks and rates in NO_RATE else marked.get(rates, "")
+    word = f", no rate of {lacks}" if lacks and rates in ErrorModel.NO_RATE else marked.get(rates, "")
     return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
 
 

@@ -7,24 +7,9 @@ import pytest
 
 from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.units import GIB, shown_share, shown_time, three_digits
+from tests.grid import data
 
-FORMS = """
-whole:
-  name: name
-  size: memory.nbytes | gib
-  unknown: memory.other | gib
-  left out?: memory.other
-  kept?: '0'
-  blank: ""
-  text: '"{} of {}".format(name, owner)'
-  inner: {each: item.name, list: [name, 3, null]}
-  parts: records("part", parts)
-part: {part: at, of: owner}
-lines:
-  lines: {part: at}
-  important: [part]
-  most: 1
-"""
+FORMS = data(__file__)["FORMS"]
 
 
 @pytest.fixture

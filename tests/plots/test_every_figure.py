@@ -211,12 +211,7 @@ def test_strategies_around_each_other_have_the_hatch_of_the_inner_and_the_marker
 
 #: how linear RGB is seen by normal eyes, and without green, red and blue cones: Machado, Oliveira and
 #: Fernandes, A Physiologically-based Model for Simulation of Color Vision Deficiency, 2009, severity 1
-SEEN = {
-    "normal": "1 0 0 0 1 0 0 0 1",
-    "deuteranopia": "0.367322 0.860646 -0.227968 0.280085 0.672501 0.047413 -0.01182 0.04294 0.968881",
-    "protanopia": "0.152286 1.052583 -0.204868 0.114503 0.786281 0.099216 -0.003882 -0.048116 1.051998",
-    "tritanopia": "1.255528 -0.076749 -0.178779 -0.078411 0.930809 0.147602 0.004733 0.691367 0.3039",
-}
+SEEN = data(__file__)["SEEN"]
 
 
 def lab(color: str, seen: str = "normal") -> Any:

@@ -38,7 +38,6 @@ from spbench.bench.measure.steps.fake_world import World, axes_of, operators_of_
 from spbench.bench.measure.steps.step_file import Build, OwnStep, Step, named_lines
 from spbench.bench.measure.steps.step_recorder import StepRecorder, StepWatcher
 from spbench.bench.measure.trace import torch_internals
-from spbench.bench.measure.trace.memory_log import CATEGORIES
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import COMPILED, read_model_file
 
@@ -222,13 +221,13 @@ class StepTraces(ClassTraces):
 
     def held(self) -> list[dict[str, Any]]:
         """What is alive at the peak of the fullest rank, the largest first: ``bytes``, number of ``tensors``,
-        their ``kind`` (:data:`CATEGORIES`) and the ``place``, the user's module and line that made them."""
+        their ``kind`` (a category of the log) and ``place``: the module and line that made them."""
         log = self.worst().memory
         live = log.levels(sizes := rounded(np.asarray(log.sizes, dtype=np.int64))).live
         at = log.step_start + int(np.argmax(live[log.step_start :]))
-        kinds = np.asarray([CATEGORIES.index(kind) for kind in log.categories()])
+        kinds = np.asarray([log.CATEGORIES.index(kind) for kind in log.categories()])
         return [
-            {"bytes": nbytes, "kind": CATEGORIES[kind], "place": place, "tensors": tensors}
+            {"bytes": nbytes, "kind": log.CATEGORIES[kind], "place": place, "tensors": tensors}
             for kind, place, nbytes, tensors in log.parts_after(at, sizes, kinds)
         ]
 

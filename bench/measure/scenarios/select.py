@@ -22,9 +22,6 @@ from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
 from spbench.impls import model_preset, published_model
 
-#: the name for all variants
-ALL = "all"
-
 #: the text for the value of a setting that a cell leaves out
 UNSET = "unset"
 
@@ -66,7 +63,7 @@ class Narrowing:
             UserError: there is no such variant, cluster or engine, or a device cannot be used.
         """
         variants = list(scenario.cells)
-        if self.variant == ALL:
+        if self.variant == "all":
             chosen = variants
         elif self.variant is None:
             chosen = variants[:1]
@@ -75,7 +72,7 @@ class Narrowing:
         elif variants == [""]:
             raise UserError(f"scenario {scenario.name} has no variants; leave out --variant")
         else:
-            hint = suggestion(self.variant, [*variants, ALL])
+            hint = suggestion(self.variant, [*variants, "all"])
             raise UserError(f"scenario {scenario.name} has no variant {self.variant!r}{hint}")
         for cluster in self.clusters:
             load_cluster(cluster)

@@ -228,10 +228,6 @@ def sweep(
     return [results.rows[cell.key] for cell in cells]
 
 
-#: the name of :func:`sweep` in the package :mod:`measure`, which has a package named sweep
-run_sweep = sweep
-
-
 def marked(outcome: Outcome, refused: Outcome | None) -> Outcome:
     """The outcome of a cell; with the status "mismatch" and a reason if the cell is ``refused`` as
     unverified."""

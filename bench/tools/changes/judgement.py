@@ -159,7 +159,8 @@ def _lacking(base: Results, new: Results) -> Iterator[str]:
 
 def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
     """The difference, with its cell's strategy and the reason why the values differ added."""
-    strategy = str(((new or base or {}).get("cell") or {}).get("strategy", ""))
+    either = new or base
+    strategy = str(either["cell"].get("strategy", "")) if either else ""
     moved, text = why(difference.quantity, base, new) if base and new else ((), "")
     return replace(difference, strategy=strategy, moved=moved, why=text)
 
@@ -182,8 +183,8 @@ def _not_finite(key: str, base: Row | None, fields: Sequence[str]) -> Iterator[D
 
 def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator[Difference]:
     if base is None or new is None:
-        statuses = (row["status"] if row else None for row in (base, new))
-        yield from _numbers(key, "cell", *statuses, allowed=subset)
+        was, is_now = (row["status"] if row else None for row in (base, new))
+        yield from _numbers(key, "cell", was, is_now, allowed=subset)
         return
     if base["status"] != new["status"]:
         change = STATUSES.index(new["status"]) - STATUSES.index(base["status"])

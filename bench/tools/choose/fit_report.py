@@ -11,8 +11,8 @@ from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.command_line.record_forms import memory_table
 from spbench.bench.errors import UserError
-from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
+from spbench.bench.measure import past_errors, priced_by_in_words
 from spbench.bench.tools.choose import fit_verdict
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_verdict import TABLES
@@ -27,7 +27,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     fit."""
     fullest, proofs, program = answer.fullest, answer.proofs, answer.subject.job
     backend, meanings = fullest.cell.training.backend, _meanings(answer)
-    errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(backend, quantity))]
+    errors = [each for quantity in ("peak", "reserved") if (each := past_errors(backend, quantity))]
     model, said = model_line(fullest.cell, answer.subject.name), answer.subject.said
     sections: list[Table | str] = [
         "\n".join([*_verdict_lines(answer), TABLES.text("first_change", answer, **meanings)]),

@@ -7,7 +7,7 @@ with random effects, arXiv 1809.07441, where rows differ as much within sources 
 bound are shrunk toward the class: the class's other rows weigh as :data:`PRIOR_SOURCES` sources. A bound with
 fewer than :data:`FEW` sources has at least the width of the class, and one with a single source at least the
 quantile of that source's own errors. Times that rest on substitutes of rates have classes of their own
-(:data:`EVER_WORSE`).
+(:attr:`ErrorModel.EVER_WORSE`).
 
 Measured steps are lines of a frame, with these columns:
 
@@ -34,10 +34,12 @@ from typing import Literal
 import numpy as np
 from pandas import DataFrame, Series, concat
 
-from spbench.bench.measure import ANY, EDGES, EVER_WORSE, FITTED, NO_RATE, ErrorModel, Interval, Pairs
+from spbench.bench.measure import ErrorModel, Interval, Pairs
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import groups
 
+#: the name for all classes, or for all bounds
+ANY = ErrorModel.ANY
 #: share of times that lie within their interval
 LEVEL = 0.8
 #: how many sources the rows of a class together count as, for the interval of each of its bounds
@@ -48,7 +50,7 @@ FEW = 3
 #: mean; two standard errors come about too easily among eight sources
 PLAIN = 3.0
 #: classes of rates in which some or all prices are missing, so that the bound of a step is unsure
-WITHOUT_PRICES = (EVER_WORSE[-1], "datasheet")
+WITHOUT_PRICES = (ErrorModel.EVER_WORSE[-1], "datasheet")
 #: the least share of its price that work without a rate is assumed to have taken
 SHORTEST = 0.05
 #: intervals by bound, of a class of rates, and of :data:`ANY`
@@ -80,7 +82,7 @@ def fit(observations: DataFrame) -> ErrorModel:
         of_orders={name: _by_distance(some) for name, some in pairs.items()},
         of_unknown={
             name: of_unknown(classes[name], max(i.half_width for i in by_rates[name].values()))
-            for name in NO_RATE
+            for name in ErrorModel.NO_RATE
             if name in classes
         },
         of_stand_ins={name: of_stand_in(_errors(some)) for name, some in groups(stood_in, "rates")},
@@ -133,10 +135,10 @@ def _pairs(observations: DataFrame) -> DataFrame:
 
 
 def _by_distance(pairs: DataFrame) -> list[Pairs]:
-    """Counts of pairs by the ratio of their simulated times, between neighbours in :data:`EDGES`."""
+    """Counts of pairs by the ratio of simulated times, between neighbours in :attr:`ErrorModel.EDGES`."""
     places = [Pairs.distance(math.expm1(abs(simulated))) for simulated in pairs["simulated"]]
     right = pairs["simulated"] * pairs["measured"] > 0
-    within = [np.equal(places, at) for at in range(len(EDGES) - 1)]
+    within = [np.equal(places, at) for at in range(len(ErrorModel.EDGES) - 1)]
     return [Pairs(int(right[at].sum()), int(at.sum()), pairs.index[at].nunique()) for at in within]
 
 
@@ -149,7 +151,7 @@ def widen(by_rates: dict[str, ByBound]) -> None:
     rate makes no time surer, however small the few measured errors are. Fewer than :data:`FEW` sources do not
     show how sources differ, so their class is also as wide as the next worse one. Where prices are missing
     (:data:`WITHOUT_PRICES`), every bound has the widest interval of its class."""
-    for order in (EVER_WORSE, FITTED):
+    for order in (ErrorModel.EVER_WORSE, ErrorModel.FITTED):
         names = [name for name in order if name in by_rates]
         for better, worse in pairwise(names):
             _widen_by(by_rates, worse, better)

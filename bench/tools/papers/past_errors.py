@@ -16,7 +16,7 @@ import scipy  # whose parts are imported as they are first used
 from pandas import DataFrame, Series
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import ALL, Narrowing, Scenario, load_cluster, run_of
+from spbench.bench.measure import Narrowing, Scenario, load_cluster, run_of
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import (
     OF_TIMES,
@@ -46,9 +46,9 @@ RESTS_ON = {
     "transferred": "the rate of another card, kernel or host",
     "substituted": "no measurement of the kind: attention priced as a matmul, a link by its datasheet",
     "fitted": "a scalar of the cluster, fitted to other published steps of the same model and strategy",
-    "fitted elsewhere": "the same, fitted to steps of another model or strategy",
+    "fitted elsewhere": "a scalar of the cluster, fitted to steps of another model or strategy",
     "datasheet": "datasheets alone",
-} | dict.fromkeys(STOOD_IN, "such rates, for another program")
+} | dict.fromkeys(STOOD_IN, "rates as above, of another program")
 #: kinds of groups that cross-validation leaves out of the intervals, one group at a time, with their names
 LEFT_OUT: dict[LeftOut, str] = {
     "source": "who measured",
@@ -99,7 +99,7 @@ def orders_by_scenario(scenarios: Iterable[Scenario], records: DataFrame) -> dic
     """The :func:`order_lines` of each scenario that has any, by its name."""
     by_name = {}
     for scenario in scenarios:
-        cells = {cell.key: cell for cell in Narrowing(variant=ALL).declared(scenario)}
+        cells = {cell.key: cell for cell in Narrowing(variant="all").declared(scenario)}
         if lines := order_lines(records[records["scenario"] == scenario.name], cells):
             by_name[scenario.name] = lines
     return by_name

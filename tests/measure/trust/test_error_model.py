@@ -16,13 +16,14 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.measure.sweep.results import flat
 from spbench.bench.measure.trust import bands
-from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Interval
+from spbench.bench.measure.trust.error_model import ErrorModel, Interval
 from spbench.bench.measure.trust.fit_certainty import Evidence, Filled, certainty, packaged_evidence
 from spbench.bench.measurement import filled
 from spbench.bench.setting_values import STAND_INS, STOOD_IN, StandIn
 from spbench.bench.tools.papers import error_fits
 from spbench.bench.tools.papers.error_fits import overall
 
+ANY = ErrorModel.ANY
 SOURCES = [f"s{number}" for number in range(8)]
 
 

@@ -31,7 +31,7 @@ from spbench.bench.tools.choose.subject import (
     tokens_of_rank,
 )
 from tests.bench.hosts import CrewHere
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.measure.engines.cells import write_cluster
 from tests.tools.jobs.job_inputs import INPUTS
 
@@ -102,16 +102,7 @@ def test_an_executor_takes_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 #: of four layers, a stage each
-STAGED = Cell(
-    model="causal-transformer-tiny",
-    model_options={"layers": 4},
-    strategy="single",
-    sizes={"pp": 4},
-    batch=8,
-    seq_len=64,
-    precision="bf16",
-    training={"backend": "ddp", "micro_batches": 8, "steps": 2, "moments": "later"},
-)
+STAGED = Cell.model_validate(data(__file__)["STAGED"])
 
 
 @pytest.fixture

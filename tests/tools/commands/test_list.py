@@ -344,21 +344,7 @@ def test_a_terminal_shows_what_is_wrong_and_counts_the_rest() -> None:
     ]
 
 
-GREEN = verdicts.VerifyRow(
-    strategy="lasp",
-    model="tnl-tiny",
-    part="block",
-    size=2,
-    mesh="sp2",
-    dtype="fp64",
-    batch=3,
-    seq_len=24,
-    status="green",
-    error=1.5e-14,
-    limit=1e-10,
-    tensor="output y",
-    rank=1,
-)
+GREEN = verdicts.VerifyRow(**data(__file__)["GREEN"])
 RED = replace(GREEN, part="model", status="RED", error=0.5, verdict="is 0.5 times the reference")
 MADE = data(__file__)["MADE"]
 

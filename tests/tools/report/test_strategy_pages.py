@@ -29,7 +29,7 @@ from spbench.bench.tools.report.pages.strategies_page import (
     scenario_lines,
     verdict_lines,
 )
-from tests.measure.verify.test_cases import GREEN, MADE, RED
+from tests.tools.commands.test_list import GREEN, MADE, RED
 
 LASP = Cell(
     model="tnl-tiny",
