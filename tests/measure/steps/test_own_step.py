@@ -14,15 +14,10 @@ from spbench.bench.measure.steps.step_file import OwnStep
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
+from tests.grid import data
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
-HEAD = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-"""
+HEAD = data(__file__)["HEAD"]
 
 
 def measured(folder: Path, body: str, world_size: int = 4, **further):
@@ -39,30 +34,7 @@ def sent(step) -> dict[tuple[str, str, str], float]:
     }
 
 
-FSDP = """
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-def train():
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    model = nn.Sequential(*(Block() for _ in range(4))).cuda()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in [*model, model]:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(64, 256, device="cuda")
-    def step():
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-    return step
-"""
+FSDP = data(__file__)["FSDP"]
 
 
 def test_an_mlp_under_fully_shard_by_hand(tmp_path):
@@ -197,13 +169,7 @@ def train():
         step.measurement  # noqa: B018
 
 
-STEP = """
-def train():
-    x = torch.randn(8, 8, requires_grad=True)
-    def step():
-        {}
-    return step
-"""
+STEP = data(__file__)["STEP"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import yaml
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verdicts import VerifyRow
 from spbench.bench.measure.verify.verified_step import verify_step
+from tests.grid import data
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8"))
@@ -42,15 +43,7 @@ def test_a_planted_fault_is_told(fault: str, pool: RankPool, tmp_path: Path):
     assert "no end within" not in two.reason  # ranks that only wait are told before the pool's limit
 
 
-SHARDED_BY_HAND = """
-import torch
-import torch.distributed as dist
-
-
-def train():
-    model = torch.nn.Linear(8, 8 // dist.get_world_size())
-    return lambda: model(torch.ones(4, 8)).sum().backward()
-"""
+SHARDED_BY_HAND = data(__file__)["SHARDED_BY_HAND"]
 
 
 def test_a_weight_that_is_a_part_is_not_compared(pool: RankPool, tmp_path: Path):

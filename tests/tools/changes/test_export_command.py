@@ -206,14 +206,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             row["provenance"]["commit"] = commit[:12]
         results = folder(repository / ".git" / "suite", rows)
         assert exit_code(("export", "--to", "asv", str(results), "--output", str(work / "results"))) == 0
-    configuration = {
-        "version": 1,
-        "project": "exported",
-        "repo": "repository",
-        "branches": ["main"],
-        "results_dir": "results",
-        "html_dir": "html",
-    }
+    configuration = data(__file__)["ASV"]
     (work / "asv.conf.json").write_text(json.dumps(configuration))
     ran("-m", "asv", "publish", "--no-pull", cwd=work)
     return work / "html"
