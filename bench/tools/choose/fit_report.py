@@ -16,7 +16,7 @@ from spbench.bench.tools.choose import fit_verdict
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.fitting import Fitting, fitting
-from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
+from spbench.bench.tools.choose.subject import taken, text_on, tokens_of_rank
 from spbench.bench.tools.jobs.flag_changes import flag_changes
 from spbench.bench.tools.jobs.job_files import given_values
 
@@ -27,17 +27,17 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     fullest, proofs, program = answer.fullest, answer.proofs, answer.subject.job
     backend, meanings = fullest.cell.training.backend, _meanings(answer)
     errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(backend, quantity))]
-    model, said = model_line(fullest.cell, answer.subject.name), answer.subject.said
+    model, said = text_on("model", fullest.cell, answer.subject.name), answer.subject.said
     sections: list[Table | str] = [
         "\n".join([*_verdict_lines(answer), TABLES.text("first_change", answer, **meanings)]),
-        f"{model}\n{taken_line(fullest.cell, said)}",
+        f"{model}\n{text_on('taken', fullest.cell, said=said)}",
     ]
     if len(answer.verdicts) + len(answer.others) > 1:
         sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
     numbers = [{"memory": what, **of} for what, of in TABLES.record("bytes", fullest).items()]
     title = "Memory of the fullest ranks: what is needed decides"
     sections += [*_help(answer), Table(title, numbers, ("GiB", "memory"), below=("of",))]
-    lines = TABLES.text("held", fullest), experts_line(fullest.cell), TABLES.text("on_host", fullest)
+    lines = TABLES.text("held", fullest), text_on("experts", fullest.cell), TABLES.text("on_host", fullest)
     sections += filter(None, lines)
     title = f"What holds the peak ({fullest.moment_in(program)})"
     parts = TABLES.table("parts", title, fullest.peak_parts(program))

@@ -20,7 +20,7 @@ from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Say, Task, within
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, BudgetPlan, Proofs, plan_budget, prove
-from spbench.bench.tools.choose.subject import Subject, model_line, slow_words, subject
+from spbench.bench.tools.choose.subject import Subject, subject, text_on
 from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the progress that tracing the cells makes, if changes are tried afterwards
@@ -170,7 +170,7 @@ def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, 
     cells = about.cells
     tasks = [Task(cell, examine) for cell in cells]
     beside = stages_beside(cells, asking.jobs)
-    say(f"tracing a step of {model_line(cells[0], about.name)}{slow_words(cells[0])}", 0)
+    say(f"tracing a step of {text_on('model', cells[0], about.name)}{text_on('slow', cells[0])}", 0)
     outcomes: dict[str, Outcome] = {}
     for task, outcome in asking([*beside[:1], *tasks, *beside[1:]]):
         if task.run is examine:  # it reads the traces of stages, or meets their errors
