@@ -15,9 +15,9 @@ from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.choose import asking, fitting
-from spbench.bench.tools.choose.anatomy import examine, trace_stage
 from spbench.bench.tools.choose.asking import COST, Asking, Task
 from spbench.bench.tools.choose.fitting import stages_beside
+from spbench.bench.tools.choose.look import examine, trace_stage
 from tests.bench.hosts import CrewHere
 from tests.measure.engines.cells import write_cluster
 

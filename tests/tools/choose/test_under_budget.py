@@ -14,10 +14,11 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose import suggestions
-from spbench.bench.tools.choose.anatomy import ANATOMY, examine
+from spbench.bench.tools.choose.anatomy import ANATOMY
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Task
 from spbench.bench.tools.choose.fit_verdict import Verdict
+from spbench.bench.tools.choose.look import examine
 from spbench.bench.tools.choose.proofs import plan_budget
 from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.choose.suggestions import MODULES, Change, switches, together
