@@ -37,7 +37,7 @@ from spbench.bench.tools.choose.learned import SAME_STEP, UNKNOWN, Waiting
 from spbench.bench.tools.choose.possible import absence, why_impossible
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.references import references, savings_of
-from spbench.bench.tools.choose.whole_looks import WholeLooks, changes_beside, cheaper_savings
+from spbench.bench.tools.choose.whole_looks import LookedAt, changes_beside, cheaper_savings
 
 #: how many layouts are traced with few layers at once, for each worker
 _AT_ONCE = 3
@@ -60,7 +60,7 @@ _SIMPLER = 4
 _PEAK = attrgetter("peak")
 
 
-class Search(WholeLooks):
+class Search(LookedAt):
     """The search for one question; the module's docstring says how.
 
     Args:
@@ -300,7 +300,7 @@ def answered(
             if winner := answer.winner:
                 answer = replace(answer, prices=search.prices(winner))
             if asked_about:
-                why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
-                answer = replace(answer, absence=why)
+                of_search = search.every, search.too_large, search.bar
+                answer = replace(answer, absence=absence(each, answer.result, asked_about, *of_search))
             cpu_s = time.process_time() + asking.cpu_s - cpu_s
             yield replace(answer, seconds=time.monotonic() - begun, cpu_s=cpu_s)

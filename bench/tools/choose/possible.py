@@ -4,9 +4,10 @@ advise --why tp=16`."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
+from spbench.bench.command_line.output import Table
 from spbench.bench.tools.choose.candidates import Bar, Candidate, figures_of, kind_of_layout
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.fit_verdict import TABLES
@@ -26,6 +27,8 @@ from spbench.impls import MESH_AXES, PLUS
 
 #: the most changes that are named, and the most batches that are tried
 _NAMED, _VALUES = 3, 6
+#: the most layouts for --why, unless --details asks for all
+_REASONS = 3
 #: a batch that is larger or smaller by this factor would rather be another job
 _ANOTHER_JOB = 1.5
 NO_STAGES = "no backend that is searched has stages of a pipeline"
@@ -169,19 +172,6 @@ def _lengths(question: Question) -> list[int]:
 # -- why some layouts are absent -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Absence:
-    """Why the layouts of ``--why`` are not named among the best.
-
-    Attributes:
-        lines: ``layout`` and ``why`` of each layout that was traced or is impossible, the fastest first.
-        sentence: on all these layouts, or on those that were not traced; "" if each has its line.
-    """
-
-    lines: Sequence[Mapping[str, str]]
-    sentence: str
-
-
 def absence(
     question: Question,
     result: SearchResult,
@@ -189,17 +179,18 @@ def absence(
     every: Sequence[Candidate] = (),
     too_large: float = math.inf,
     bar: Bar | None = None,
-) -> Absence:
-    """Why no layout with these ranks along axes is named.
+) -> list[Table | str]:
+    """Sections on why no layout with these ranks along axes is named: a table of the layouts that were traced
+    or are impossible, the fastest first, and a sentence on all others.
 
     Args:
         every: the candidates of the search.
         too_large: estimated bytes above which nothing is traced.
         bar: of the candidates.
     """
-    named = spelled(asked_about)
+    named = ", ".join(f"{axis}{n}" for axis, n in asked_about.items())
     if reason := _cannot_be(question, asked_about):
-        return Absence((), f"no layout with {named} can be: {reason}")
+        return [f"no layout with {named} can be: {reason}"]
     best_s = result.best[0].step_s if result.best else None
     traced = [each for each in result.traced if _has(each.cell.sizes.by_axis, asked_about)]
     traced.sort(key=lambda each: (not each.fits, each.step_s))
@@ -218,12 +209,9 @@ def absence(
         kind = kind_of_layout(layout.way.strategy, layout.sizes)
         if _has(layout.sizes, asked_about) and kind not in kinds:
             far[kind] = least_s
-    return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")
-
-
-def spelled(asked_about: Mapping[str, int]) -> str:
-    """Ranks along axes in words, such as "tp16, dp4"."""
-    return ", ".join(f"{axis}{n}" for axis, n in asked_about.items())
+    table = Table(f"Layouts with {named}", lines, most=_REASONS)
+    untraced = [_untraced(left, far, named, best_s, too_large)] if left or far else []
+    return [*([table] if lines else []), *untraced]
 
 
 def _has(sizes: Mapping[str, int], asked_about: Mapping[str, int]) -> bool:
