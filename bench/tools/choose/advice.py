@@ -87,7 +87,6 @@ class Advice:
             "micro_batch": micro_batch_of,
             "settings": lambda cell: written(ranking.settings_beside(self.question.cell, cell)),
             "attention": lambda cell: model_preset(*cell.model_arguments).attention_kernel,
-            "compute_floor_s": ranking.compute_floor_s,
             "links_floor_s": ranking.links_floor_s,
         }
         lines = TABLES.records("layout", self.ranked, **meanings)

@@ -133,11 +133,15 @@ class Estimates:
         self.layers: int = getattr(model, "layers", 1)
         #: periods of layers in the model; what is said of "a layer" is of one period
         self.periods = self.layers / model.period
-        #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
-        self._shallow: dict[int, tuple[Cell, impls.Model, dict[int, list[impls.Site]]]] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
+        self._sites = cache(self._few_layers)
         #: seconds of one call of a collective, and of a byte that a kernel moves
         self.seconds, self._s_of_byte = (prices := CollectivePrices(cell)).seconds, prices.s_of_byte
+
+    def _few_layers(self, layers: int, vocabulary_parts: int) -> list[impls.Site]:
+        """The sites of the model with one or two layers."""
+        cell = at_depth(self.cell, layers)
+        return [*impls.model_preset(*cell.model_arguments).sites(1, cell.shape[1], vocabulary_parts)]
 
     def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
         """What a rank sends and holds with a way to divide a sample.
@@ -151,13 +155,7 @@ class Estimates:
         strategy = planned_strategy(self.cell.model_copy(update=settings))
         parts, precision = strategy.vocabulary_parts, impls.PRECISIONS[self.cell.precision]
         for layers in (1, 2):
-            if layers not in self._shallow:
-                cell = at_depth(self.cell, layers)
-                self._shallow[layers] = cell, impls.model_preset(*cell.model_arguments), {}
-            few, model, sites_of = self._shallow[layers]
-            if parts not in sites_of:
-                sites_of[parts] = [*model.sites(1, few.shape[1], parts)]
-            sites = sites_of[parts]
+            sites = self._sites(layers, parts)
             if layers == 1:  # deeper models ask for the same, more often
                 strategy.check(sites)
             entries = strategy.traffic(sites, precision.parameters.itemsize)

@@ -163,10 +163,11 @@ def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
     batch, seq_len = cell.shape
     own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
     options = [*(("--model", word) for word in words), ("--cluster", cell.cluster)]
-    options += [("--gpus", cell.sizes.world), ("--seq-len", seq_len), ("--batch", batch)]
+    sizes = {"--gpus": cell.sizes.world, "--seq-len": seq_len, "--batch": batch}
+    options += [(flag, str(size)) for flag, size in sizes.items()]
     options += [("--given", f"{name}={value}") for name, value in asked.given.items()]
     options += [("--set", measure.written(own))] if own else []
-    return shlex.join(["spbench", "advise", *(str(word) for option in options for word in option)])
+    return shlex.join(["spbench", "advise", *(word for option in options for word in option)])
 
 
 def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:

@@ -186,13 +186,6 @@ _TO_EACH = "all_to_all"
 _TO_NEXT = ("send", "recv")
 
 
-def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the model's FLOPs (without recomputation) at the peak rate of the card's datasheet; None:
-    the datasheet has no rate for this precision."""
-    utilization, step_s = measurement["mfu"], measurement["step_time_s"]
-    return None if utilization is None else float(utilization * step_s)
-
-
 def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
     """Seconds of the bytes that a rank sends at the bandwidth of the links, while links within a node and
     across nodes work at the same time; None: the cluster lacks a bandwidth of a link."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spbench.bench.tools.choose.candidates import Candidate, candidates, promising
+from spbench.bench.tools.choose.candidates import Candidate, Candidates, promising
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Layout, Refused, Way, backend_settings
 from spbench.bench.tools.choose.learned import Learned, Waiting
@@ -26,7 +26,7 @@ def of(question: Question, usable: float = 0.0) -> Sequence[Candidate]:
         for each in backend_settings(question)
     }
     estimates = Estimates(question.cell, question.gpus, REFERENCES, figures)
-    return [*candidates(question, estimates, SAVINGS, Refused(), usable)]
+    return [*Candidates(question, estimates, SAVINGS, Refused(), usable)]
 
 
 def kinds(some: Sequence[Candidate]) -> set[tuple[object, ...]]:

@@ -19,7 +19,7 @@ from spbench.bench.tools.choose.asking import Asking, Task
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.look import look
 from spbench.bench.tools.choose.question import question
-from spbench.bench.tools.choose.ranking import SearchResult, Seen, compute_floor_s, links_floor_s, ranked
+from spbench.bench.tools.choose.ranking import SearchResult, Seen, links_floor_s, ranked
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import LookedAt, other_kernels, other_settings, without_switches
 from tests.bench.hosts import CrewHere
@@ -266,5 +266,7 @@ def test_a_card_without_links_has_no_floor_of_them() -> None:
 
 
 def test_the_floor_of_computing_is_that_of_the_datasheet() -> None:
-    assert compute_floor_s({"mfu": 0.4, "step_time_s": 2.0}) == pytest.approx(0.8)
-    assert compute_floor_s({"mfu": None, "step_time_s": 2.0}) is None
+    for mfu, floor_s in ((0.4, 0.8), (None, None)):
+        best = [Seen(asked(8).cell, measured(2.0, mfu=mfu))]
+        (record,) = Advice(asked(8), SearchResult(best=best)).records()
+        assert record["compute_floor_s"] == floor_s

@@ -3,8 +3,9 @@
 import pytest
 
 from spbench.bench.cell import Sizes
+from spbench.bench.tools.choose.anatomy import Part
 from spbench.bench.tools.choose.asked import Asked
-from spbench.bench.tools.choose.fit_verdict import in_program_words, part_of_experts
+from spbench.bench.tools.choose.fit_verdict import TABLES, in_program_words
 from spbench.bench.tools.choose.subject import (
     subject,
     text_on,
@@ -92,5 +93,7 @@ def test_modules_have_the_words_of_the_program(program: str) -> None:
 
 @tabled(__file__, "parts_of_experts_are_named")
 def test_parts_of_experts_are_named(kind: str, module: str, part: str) -> None:
-    assert part_of_experts(kind, module, experts=True) == part
-    assert part_of_experts(kind, module, experts=False) == ""
+    about = {"peak": 1, "words": str}
+    of_peak = Part(kind, module, 1, 1)
+    assert TABLES.record("part", of_peak, experts=True, **about)["of"] == part
+    assert TABLES.record("part", of_peak, experts=False, **about)["of"] is None
