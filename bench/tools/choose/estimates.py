@@ -240,15 +240,14 @@ class Estimates:
         if layout.fold is None:
             return 0.0, 1
         ranks = layout.fold.ep * layout.fold.etp
-        ends = way.experts.ends * (1 if layout.pp == 1 else 0.5)
-        elements = way.experts.layer * self.periods / layout.pp + ends
+        elements = way.experts.of_stage(self.periods, layout.pp)
         return elements / ranks, layout.stage_ranks // ranks
 
     def _host_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """[layouts, backends]: seconds in which hosts update their part of the parameters and copy it over
         the link to the card; all ranks of a node update at once."""
         sharing = layouts[0].dp * impls.ranks_along(way.alike, layouts[0].sizes)
-        elements = self._elements(layouts[0], way) / sharing
+        elements = way.elements.of_stage(self.periods, layouts[0].pp) / sharing
         held = [self._expert_elements(each, way) for each in layouts]
         own = np.array([elements + experts / replicas for experts, replicas in held])
         cluster = load_cluster(self.cell.cluster)
@@ -265,7 +264,7 @@ class Estimates:
         if key in self._of_backends:
             return self._of_backends[key]
         experts, _ = self._expert_elements(layout, way)
-        others, sizes = self._elements(layout, way), layout.sizes
+        others, sizes = way.elements.of_stage(self.periods, layout.pp), layout.sizes
         groups = {("dp", *way.alike): others, ("edp",): experts}
         sets = [(group, held) for group, held in groups.items() if held]
         seconds = [
@@ -288,10 +287,6 @@ class Estimates:
         which = [[[each in all_of[at] for each in messages] for all_of in sent] for at in range(3)]
         return messages, np.array(which, dtype=float).reshape(3, len(sent), len(messages))
 
-    def _elements(self, layout: Layout, way: WayFigures) -> float:
-        ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
-        return way.elements.layer * self.periods / layout.pp + ends
-
     def states(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """Bytes of states of training on a rank, [layouts, backends]."""
         sharing = layouts[0].dp * impls.ranks_along(way.alike, layouts[0].sizes)
@@ -302,7 +297,7 @@ class Estimates:
         several = self.cell.shape[0] > layout.dp * layout.micro_batch
         beside = np.array([e.in_backward[layout.pp > 1] for e in self.backends.values()], dtype=float).T
         whole, shared, of_layer = whole + beside[0], shared + several * beside[1], beside[2]
-        of_others = (whole + shared / sharing) * self._elements(layout, way)
+        of_others = (whole + shared / sharing) * way.elements.of_stage(self.periods, layout.pp)
         experts = [way.experts.layer / math.prod(each.fold or (1,)) for each in layouts]
         at_once = (way.elements.layer + np.array(experts)[:, None]) / self.layers * self.periods
         return np.asarray(of_others + (whole + shared / held[:, 1]) * held[:, 0] + of_layer * at_once)
