@@ -28,8 +28,11 @@ DRAWN, DRAWN_FILES = 24, 4
 LEFT_OUT = pytest.StashKey[list[str]]()
 
 #: what recorded files may read: the instrument, which imports neither commands nor tools (api/test_rooms.py),
-#: scenarios and clusters, and the tests of impls and the instrument
-_READ = ("impls", "bench", "scenarios", "tests/impls", "tests/measure", "tests/*.*")
+#: scenarios and clusters, the tests of impls and the instrument, and the scripts and modules that these run
+_READ = (
+    *("impls", "bench", "scenarios", "scripts", "tests/*.*"),
+    *("tests/impls", "tests/measure", "tests/bench", "tests/examples", "tests/plugins"),
+)
 _NOT_READ = ("bench/tools", "bench/command_line", "tests/recorded.json", "bench/measure/verify/proven.json")
 _KINDS = {".py", ".pyi", ".yaml", ".json", ".csv"}
 
@@ -48,7 +51,8 @@ def read_files(root: Path) -> list[Path]:
 def digest(root: Path = TESTS.parent) -> str:
     """The digest of what recorded files may read, without docstrings and comments, and the releases of Python
     and torch."""
-    return f"{digest_of_files(root, read_files(root))} {platform.python_version()} {version('torch')}"
+    python, torch = platform.python_version_tuple(), version("torch").partition("+")[0]
+    return f"{digest_of_files(root, read_files(root))} Python {python[0]}.{python[1]} torch {torch}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before the cache, which has digests of unchanged files, is another folder

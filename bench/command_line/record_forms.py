@@ -1,5 +1,5 @@
-"""Records and tables that a YAML file of a room describes, so that their fields stand together as data; and
-simulated times as text, with their intervals."""
+"""Records and tables that a YAML file of a room describes, so that their fields stand together as data; the
+table of memory, which several commands show; and simulated times as text, with their intervals."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ from jinja2.meta import find_undeclared_variables
 
 from spbench.bench import units
 from spbench.bench.command_line.output import Table
-from spbench.bench.measure import NO_RATE
+from spbench.bench.measure import ErrorModel
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.units import shown_time
 from spbench.bench.yaml_files import read_yaml
@@ -51,6 +51,11 @@ class RecordForms:
         own = dict(self.forms[form])
         line = own.pop("lines")
         return Table(title, [_filled(line, item, self._names(item, values)) for item in items], **own)
+
+    def document(self, form: str, **values: Any) -> str:
+        """The lines of a form that is a template of Jinja, filled in with the values."""
+        of_lines = _environment().overlay(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+        return of_lines.from_string(self.forms[form]).render(values)
 
     def text(self, form: str, item: Any = None, **values: Any) -> str:
         """The text of an item: under ``texts`` the file has templates of Jinja, in which the end of a line is
@@ -111,6 +116,34 @@ def _if_there(function: Callable[..., Any]) -> Callable[..., Any]:
     return shown
 
 
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
+
+
+def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
+    """A table of memory: for each class of ranks that run the same program, a line for the set-up (step 0)
+    and for each traced step; a sentence if no cell has classes.
+
+    Args:
+        measured: the measurements of rows, by the keys of their cells.
+    """
+
+    def held(nbytes: Mapping[str, float]) -> str:
+        ordered = sorted(nbytes.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name.replace('_', ' ')} {units.gib(of)}" for name, of in ordered)
+
+    entries = []
+    for key, measurement in measured.items():
+        classes = measurement.get("by_class") or ()
+        alike: dict[str, Any] = {} if any(entry["stage"] for entry in classes) else {"stage": None}
+        entries += [{"cell": key if len(measured) > 1 else None, **entry, **alike} for entry in classes]
+    if not entries:
+        return "No cell has the memory of its rank classes: meters count it on virtual ranks and on CPUs."
+    usable = {measurement.get("usable_memory_bytes") for measurement in measured.values()}
+    only = next(iter(usable)) if len(usable) == 1 else None
+    title = "Memory of each rank class at each step" + (f", of {units.gib(only)} GiB" if only else "")
+    return TABLES.table("memory", title, entries, held=held)
+
+
 #: the mark after a time that is a tie with the fastest
 TIE = "≈"
 TIE_LEGEND = (
@@ -133,7 +166,7 @@ def shown_band(measured: Mapping[str, Any]) -> str:
         return shown_time(step_time_s)
     rates, lacks = measured.get("rates") or "", measured.get("lacks")
     marked = _MARKED | {name: f", {name}" for name in STOOD_IN}
-    word = f", no rate of {lacks}" if lacks and rates in NO_RATE else marked.get(rates, "")
+    word = f", no rate of {lacks}" if lacks and rates in ErrorModel.NO_RATE else marked.get(rates, "")
     return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
 
 

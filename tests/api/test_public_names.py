@@ -20,6 +20,7 @@ import spbench.bench.measure.processes.preloaded
 from scripts.public_names import FILE, public_names
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from tests.api.user_folder import NAMES, UserFolder
+from tests.grid import data
 
 HERE = Path(spbench.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -95,12 +96,7 @@ def test_a_removed_name_is_missed_until_it_is_announced() -> None:
 pytest_plugins = ["pytester"]
 
 PLUGIN = ("-p", "spbench.pytest_plugin", "-p", "no:cacheprovider")
-SCENARIO = """
-title: A small step
-defaults: {cluster: dgx-a100}
-groups:
-  - {model: bert-tiny, strategy: ring_self_attention, sizes: {sp: [1, 2]}, batch: 2, seq_len: 32}
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 TEST = """
 def test_memory(spbench):
     spbench.assert_no_worse("my.yaml", baseline="baselines/my")
@@ -143,21 +139,7 @@ def test_a_baseline_is_written_and_held(project: pytest.Pytester) -> None:
 
 
 def test_runs_selections_and_user_errors(project: pytest.Pytester) -> None:
-    project.makepyfile("""
-        def test_run(spbench):
-            table = spbench.run("my.yaml", world_sizes=[2])
-            assert list(table["status"]) == ["ok"]
-
-        def test_subset(spbench):
-            found = spbench.assert_no_worse("my.yaml", baseline="whole", subset=True, world_sizes=[1])
-            assert [(d.verdict, d.allowed) for d in found.differences] == [("missing", True), ("new", False)]
-
-        def test_lacking(spbench):
-            spbench.assert_no_worse("my.yaml", baseline="whole", world_sizes=[1])
-
-        def test_unknown(spbench):
-            spbench.run("other.yaml")
-    """)
+    project.makepyfile(data(__file__)["RUNS"])
     rows = '{"key": "%s", "cell": {}, "status": "ok", "measurement": {"peak_memory_bytes": 1}}\n'
     folder = project.mkdir("whole")
     (folder / "cells.jsonl").write_text(rows % "gone")
@@ -170,32 +152,14 @@ def test_runs_selections_and_user_errors(project: pytest.Pytester) -> None:
 
 def test_pytest_starts_without_torch(project: pytest.Pytester) -> None:
     """In a project that does not use the fixture, and with the workers of xdist."""
-    project.makepyfile("""
-        import sys
-
-        def test_light():
-            heavy = {"torch", "pandas", "numpy", "pydantic", "spbench.bench"} & sys.modules.keys()
-            assert not heavy, heavy
-    """)
+    project.makepyfile(data(__file__)["LIGHT"])
     result = project.runpytest_subprocess(*PLUGIN, "-p", "xdist", "-n", "1")
     result.assert_outcomes(passed=1)
 
 
-SMALL_SCENARIO = """
-title: Two strategies
-defaults: {model: bert-tiny, batch: 2, seq_len: 24}
-groups:
-  - {strategy: [tensor_parallel, ring_self_attention]}
-"""
+SMALL_SCENARIO = data(__file__)["SMALL_SCENARIO"]
 #: a script without a guard of its main module
-SCRIPT = """
-import spbench
-print("started")
-cell = spbench.Cell(model="bert-tiny", strategy="ring_self_attention", sizes={"sp": 2}, batch=2, seq_len=24)
-cells = [cell.model_copy(update={"engine": engine}) for engine in ("virtual", "distributed")]
-table = spbench.run(cells, jobs=1)
-print(*table["status"], *table["reason"], table["peak_memory_bytes"].nunique())
-"""
+SCRIPT = data(__file__)["SCRIPT"]
 
 
 def cell(**changes: object) -> spbench.Cell:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from spbench.bench.command_line.cli import COMMANDS
-from spbench.bench.tools.changes.to_pull_requests import MARK
+from spbench.bench.tools.changes.to_reviews import MARK
 from tests.grid import data
 
 ROOT = Path(__file__).parents[2]

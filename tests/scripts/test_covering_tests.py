@@ -2,25 +2,11 @@
 
 from pathlib import Path
 
-import pytest
-
 from scripts.covering_tests import covering_tests
+from tests.grid import tabled
 
 
-@pytest.mark.parametrize(
-    ("files", "tests"),
-    [
-        (["bench/tools/choose/advice.py"], ["tests/tools/choose"]),
-        (["bench/measure/verify/proof.py", "bench/measure/verify/oracle.py"], ["tests/measure/verify"]),
-        (["impls/strategies/lasp.py"], ["tests/impls/strategies"]),
-        (["bench/units.py"], ["tests/bench"]),
-        (["docs/fit.md", "README.md", "CONTRIBUTING.md"], ["tests/docs"]),
-        ([".ci/run", ".github/workflows/ci.yml"], ["tests/ci"]),
-        (["tests/plots/test_style.py", "tests/plots/rows.py"], ["tests/plots/test_style.py"]),
-        (["tests/plots/test_style.py", "plots/style.py"], ["tests/plots"]),
-        (["LICENSE", "results/papers/rsa.csv"], []),
-    ],
-)
+@tabled(__file__, "test_the_tests_of_changed_files")
 def test_the_tests_of_changed_files(files: list[str], tests: list[str]) -> None:
     assert covering_tests(files) == tests
     assert all((Path(__file__).parents[2] / each).exists() for each in tests)

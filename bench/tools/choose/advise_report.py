@@ -12,8 +12,8 @@ from spbench.bench.command_line.progress import Progress
 from spbench.bench.command_line.record_forms import TIE
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
-from spbench.bench.measure import TIGHT, priced_by_in_words
 from spbench.bench.measure import given as settings_given
+from spbench.bench.measure import priced_by_in_words
 from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked, is_figure, swept_figures
 from spbench.bench.tools.choose.fit_verdict import TABLES
@@ -153,7 +153,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
         return
     lines = [{**of, "seen": each} for each, of in zip(answer.ranked, answer.records(), strict=True)]
     title = f"The best layouts: {answer.text('question')}"
-    yield TABLES.table("layouts", title, lines, TIE=TIE, TIGHT=TIGHT)
+    yield TABLES.table("layouts", title, lines, TIE=TIE, TIGHT="tight")
     yield from own_in_words(answer)
     traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
     work = priced_by_in_words(seen.measurement for seen in answer.result.best)

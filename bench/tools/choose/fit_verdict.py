@@ -142,7 +142,7 @@ class Verdict:
     def certainty(self) -> measure.Certainty:
         """Whether the cell fits, and how sure that is."""
         return (self.fits and measure.certainty(self.cell, self.measurement)) or measure.Certainty(
-            measure.FITS if self.fits else measure.NO
+            "fits" if self.fits else "no"
         )
 
     def __str__(self) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell, SearchRequest
-from spbench.bench.command_line.output import Output, Table, memory_table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import Progress
+from spbench.bench.command_line.record_forms import memory_table
 from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder
 from spbench.bench.measurement import Outcome
@@ -60,7 +61,7 @@ class Fitting:
         all."""
         return min(
             self.verdicts,
-            key=lambda each: (each.fits, each.certainty.word == measure.FITS, each.memory.spare_bytes),
+            key=lambda each: (each.fits, each.certainty.word == "fits", each.memory.spare_bytes),
         )
 
     @property
@@ -71,7 +72,7 @@ class Fitting:
     @property
     def surely_fits(self) -> bool:
         """Whether every cell can run and fits, and none is tight."""
-        return self.fits and all(each.certainty.word == measure.FITS for each in self.verdicts)
+        return self.fits and all(each.certainty.word == "fits" for each in self.verdicts)
 
     def written(self, figure: Path | None, snapshot: Path | None) -> list[Path]:
         """Write a figure and a snapshot of the fullest ranks to the paths, unless None; returns the paths."""
@@ -209,7 +210,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     fit."""
     fullest, proofs, program = answer.fullest, answer.proofs, answer.subject.job
     backend, meanings = fullest.cell.training.backend, _meanings(answer)
-    past = (measure.past_errors(backend, quantity) for quantity in (measure.PEAK, measure.RESERVED))
+    past = (measure.past_errors(backend, quantity) for quantity in ("peak", "reserved"))
     errors = [*filter(None, past)]
     model, said = text_on("model", fullest.cell, answer.subject.name), answer.subject.said
     sections: list[Table | str] = [

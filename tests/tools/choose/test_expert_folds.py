@@ -205,6 +205,7 @@ def deep(layers: int, dense: int) -> Cell:
     )
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_put_together_behind_its_dense_layers(kept_traces: None) -> None:
     cell = deep(24, 2)
     assert leading_runs(cell) == 2

@@ -20,17 +20,13 @@ from spbench.bench.tools.choose.question import Question, question
 from spbench.bench.tools.choose.ranking import SearchResult, Seen
 from tests.bench.hostile import case
 from tests.bench.hosts import CrewHere
+from tests.grid import data
 from tests.slow import slow
 from tests.tools.choose.questions import measured
 from tests.tools.commands.conftest import Run
 
 #: a script of Megatron-LM, all of whose sizes are small
-SCRIPT = """torchrun --nproc_per_node 2 pretrain_gpt.py --use-mcore-models --num-layers 2 --hidden-size 64 \\
-  --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 128 --max-position-embeddings 128 --bf16 \\
-  --micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size {tp} --vocab-size 512 \\
-  --tokenizer-type NullTokenizer --use-distributed-optimizer --mock-data --lr 1e-4 --train-iters 2 \\
-  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {more}
-"""
+SCRIPT = data(__file__)["SCRIPT"]
 
 
 def job(folder: Path, tp: int = 2, more: str = "") -> str:
@@ -188,6 +184,7 @@ def test_a_job_that_does_not_fit_says_so_and_is_no_tie(tmp_path: Path) -> None:
     assert own_content(Advice(replace(about, own=None), SearchResult())) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_savings", "kept_traces")
 def test_a_search_looks_at_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "Crew", CrewHere)

@@ -36,7 +36,7 @@ from spbench.bench.measure.steps.fake_world import rank_of_world
 from spbench.bench.measure.steps.step_file import OwnStep, named_lines
 from spbench.bench.measure.steps.step_recorder import living
 from spbench.bench.measure.trace.torch_internals import TorchDispatchMode, replaced, tree_map_only
-from spbench.bench.measure.verify.cases import failed_row, judged_row
+from spbench.bench.measure.verify.cases import IDLE_S, failed_row, judged_row
 from spbench.bench.measure.verify.explanation import failed_calls, logging_calls
 from spbench.bench.measure.verify.judged import (
     FLOAT64_LIMIT,
@@ -94,7 +94,6 @@ def verify_step(
     world_sizes: Sequence[int] = (),
     *,
     expect: Callable[[int], None] = lambda cases: None,
-    timeout_s: float | None = None,
     pool: Ranks | None = None,
 ) -> Iterator[VerifyRow]:
     """Verify the step ``name`` ("step.py:train") on each number of ranks; yields a row as soon as it is done,
@@ -103,7 +102,6 @@ def verify_step(
     Args:
         world_sizes: numbers of ranks; empty: :data:`WORLD_SIZES`.
         expect: called with the number of rows before the first.
-        timeout_s: seconds after which a run has failed; None: the pool's limit.
         pool: the ranks to use; None: a pool that is closed when the iterator ends.
 
     Raises:
@@ -112,7 +110,7 @@ def verify_step(
     title, sizes = OwnStep.of(name).name, world_sizes or WORLD_SIZES
     row = VerifyRow(strategy=title, model="", part="step", size=1, dtype="fp64", status="green")
     with ranks_for(max(sizes)) if pool is None else nullcontext(pool) as ranks:
-        run = partial(_run, ranks, os.path.abspath(name), timeout_s)
+        run = partial(_run, ranks, os.path.abspath(name))
         (one, *_), alone = run(row, None)
         expect(len(sizes) if one else 1)
         rows = (run(replace(row, size=n, mesh=f"world{n}"), one)[1] for n in sizes)
@@ -120,12 +118,12 @@ def verify_step(
 
 
 def _run(
-    ranks: Ranks, path: str, timeout_s: float | None, row: VerifyRow, one: StepValues | None
+    ranks: Ranks, path: str, row: VerifyRow, one: StepValues | None
 ) -> tuple[Sequence[StepValues | None], VerifyRow]:
     """(the values of each rank, the judged row) of a run on ``row.size`` ranks; [None] if the run failed."""
     with tempfile.TemporaryDirectory(prefix="spbench-calls-") as calls:
         try:
-            by_rank = ranks.run({"dp": row.size}, compared, path, one, calls, timeout_s=timeout_s)
+            by_rank = ranks.run({"dp": row.size}, compared, path, one, calls, idle_s=IDLE_S)
         except RankError as failed:
             red = failed_row(row, failed)
             return [None], replace(red, explanation=failed_calls(Path(calls)) if red.error else "")
