@@ -2,7 +2,7 @@
 
 ``python tests/benchmarks/short_cuts.py max_seqlen:6 gate:1`` measures every sixth virtual cell of max_seqlen
 and every cell of gate, in one process a short cut; ``SHORT_CUT=NAME pytest -p tests.benchmarks.short_cuts``
-runs tests without one. The numbers stand in docs/internals/performance.md.
+runs tests without one. docs/internals/performance.md says what the short cuts are.
 """
 
 import dataclasses

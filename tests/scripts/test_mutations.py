@@ -160,6 +160,10 @@ def test_the_page_has_what_was_measured(script: dict[str, Any], marker: str) -> 
 def test_all_tables_are_in_the_page(script: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "internals" / "performance.md").read_text()
     assert page.count("<!-- end -->") == len(script["TABLES"])
+    largest = [
+        float(line["1,024 ranks"].split()[0]) for line in script["TABLES"]["scale"](script["benchmarks"]())
+    ]
+    assert f"{min(largest):.1f} to {max(largest):.1f} CPU seconds to trace" in page
 
 
 SCRIPT = runpy.run_path(

@@ -147,6 +147,18 @@ class PublishedRow(NamedTuple):
     line: int
     text: Mapping[str, str]
 
+    def value(self, column: str) -> float | None:
+        """The number in a column, or None if none was published; ValueError for any other text and for
+        negative numbers."""
+        text = self.text[column].strip()
+        return _amount(text) if text else None
+
+
+def _amount(text: str) -> float:
+    if (number := finite(text)) < 0:
+        raise ValueError(f"{text} is less than nothing")
+    return number
+
 
 class QuantityColumn(StrictModel):
     """A column of published numbers, and our number for it: ``field`` divided by ``unit``.
@@ -179,16 +191,15 @@ class QuantityColumn(StrictModel):
     def numbers(self, row: PublishedRow, column: str) -> dict[RankName, float | None]:
         """The published numbers in a row by rank, in the compared unit, None where nothing was published;
         ValueError for any other text and for negative numbers."""
-        text = row.text[column].strip()
-        texts: Any = {self.rank: text}
+        numbers: dict[RankName, float | None]
         if self.rank == "each":
-            texts = json.loads(text, parse_int=str, parse_float=str, parse_constant=str) if text else {}
-            if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
+            text = row.text[column].strip()
+            content = json.loads(text, parse_int=str, parse_float=str, parse_constant=str) if text else {}
+            if not isinstance(content, dict) or not all(isinstance(each, str) for each in content.values()):
                 raise ValueError(f"no object of a number for each rank: {text}")
-            texts = {int(rank): each for rank, each in texts.items()}
-        numbers = {rank: finite(each) if each or rank != self.rank else None for rank, each in texts.items()}
-        if any(number is not None and number < 0 for number in numbers.values()):
-            raise ValueError(f"{text} is less than nothing")
+            numbers = {int(rank): _amount(each) for rank, each in content.items()}
+        else:
+            numbers = {self.rank: row.value(column)}
         scale = (self.published_unit or self.unit) / self.unit
         return {rank: None if number is None else number * scale for rank, number in numbers.items()}
 
