@@ -70,14 +70,7 @@ def test_a_workflow_may_only_read_and_a_job_says_what_else_it_needs() -> None:
     jobs = {
         name: job.get("permissions", {}) for path in WORKFLOWS for name, job in loaded(path)["jobs"].items()
     }
-    assert {name: found for name, found in jobs.items() if found} == {
-        "comment": {"actions": "read", "pull-requests": "write"},
-        "measure": {"contents": "write"},
-        "deploy": {"pages": "write", "id-token": "write"},
-        "publish": {"id-token": "write"},
-        "attach": {"contents": "write"},
-        "issue": {"issues": "write"},
-    }
+    assert {name: found for name, found in jobs.items() if found} == data(__file__)["RIGHTS"]
 
 
 def test_no_text_of_others_becomes_code() -> None:
