@@ -20,6 +20,7 @@ from contextlib import redirect_stdout
 from typing import Any, TextIO
 
 import click
+from click.shell_completion import shell_complete
 
 from spbench.bench import errors, measure
 from spbench.bench.command_line.output import for_stream
@@ -27,6 +28,9 @@ from spbench.bench.measured_code import code_digest
 from spbench.impls import DiscoveryError, FunctionModules, exits_refused, installed_version, place_of_error
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
+
+#: the environment variable by which a shell asks for the words that may follow
+_COMPLETE = "_SPBENCH_COMPLETE"
 
 _NO_MEMORY = "this process may use too little memory (ulimit -v, a container's limit)"
 #: messages of the linker, and of an extension that cannot even make an exception, if memory is short
@@ -143,7 +147,10 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         return _complain("the working directory is gone; change to one that is there", 2)
     try:
         with redirect_stdout(_CheckedStream(output)), exits_refused():
-            code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
+            if instruction := os.environ.get(_COMPLETE):  # click's main would exit, which nothing here may
+                code = shell_complete(cli, {}, "spbench", _COMPLETE, instruction)
+            else:
+                code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
             sys.stdout.flush()
         return code or 0
     except _StreamError as error:

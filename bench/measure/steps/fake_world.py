@@ -47,6 +47,8 @@ class OnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.data_ptr and isinstance(args[0], torch_internals.FakeTensor):
+            return args[0].untyped_storage()._cdata  # by which programs tell tensors apart
         named = {name: played(value) for name, value in (kwargs or {}).items()}
         named.pop("pin_memory", None)  # which a CPU build refuses
         return func(*map(played, args), **named)
@@ -157,7 +159,7 @@ def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -
             nothing = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
             stack.enter_context(torch_internals.replaced(owner, nothing))
         stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(around.meshes)))
-        for owner, names in _devices(local, around).items() if on_cpu else ():
+        for owner, names in _devices(local, of_node, around).items() if on_cpu else ():
             stack.enter_context(torch_internals.replaced(owner, names))
         if on_cpu:
             stack.enter_context(torch_internals.around_backward(_in_backward))
@@ -181,14 +183,18 @@ def _no_bytes(name: str, *_: Any) -> int:
     return 0
 
 
-def _devices(local: int, around: World) -> dict[Any, dict[str, Any]]:
+def _devices(local: int, of_node: int, around: World) -> dict[Any, dict[str, Any]]:
     """By module or class of torch, the functions that choose or follow a device, as the CPU answers them."""
 
     def nothing() -> Callable[..., None]:  # a function each, because torch.compile tells functions apart
         return lambda *_, **__: None
 
     of_cuda: dict[str, Any] = {
-        "is_available": lambda: False,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: of_node,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": nothing(),
         "set_device": nothing(),
         "current_device": lambda: local,
         **{name: partial(_of_cpu, name) for name in ("current_stream", "stream", "synchronize")},

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spbench.bench import units
@@ -218,21 +218,9 @@ def _set_weights(weights: Mapping[str, Tensor]) -> None:
         values = is_scale + values * (weight.shape[-1] ** -0.5 if weight.ndim > 1 else 0.2)
         with torch.no_grad():
             if isinstance(weight, DTensor):
-                weight.to_local().copy_(_part(weight, values))
-            else:
-                weight.copy_(values)
-
-
-def _part(weight: DTensor, whole: Tensor) -> Tensor:
-    """This rank's part of ``whole``, for any placements: the weight's elements are numbered and gathered, so
-    that each rank sees the place of its numbers."""
-    local, most = weight.to_local(), 2**32
-    mine = torch.arange(local.numel(), dtype=torch.float64) + most * dist.get_rank()
-    local.copy_(mine.view(local.shape))
-    numbers = weight.full_tensor().flatten()
-    places = (numbers // most == dist.get_rank()).nonzero().flatten()
-    mine[(numbers[places] % most).long()] = whole.flatten()[places]
-    return mine.view(local.shape)
+                mine = distribute_tensor(values, weight.device_mesh, weight.placements, src_data_rank=None)
+                values, weight = mine.to_local(), weight.to_local()
+            weight.copy_(values)
 
 
 def _catch(caught: dict[int, Tensor], optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import click
 import pytest
 
-from spbench.bench.command_line.cli import cli, main
+from spbench.bench.command_line.cli import cli, exit_code, main
 from spbench.bench.command_line.output import Output, Table, View, wrapped
 from spbench.bench.command_line.progress import Progress, message, remark, silence
 from spbench.bench.measure.sweep.results import RESULTS_FILE
@@ -170,6 +170,16 @@ def test_what_a_cluster_sets_for_all_processes_is_no_launcher(
         main(["--version"])
     assert end.value.code == 0
     assert capsys.readouterr().out.startswith("spbench ")
+
+
+def test_a_shell_completes_commands_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_SPBENCH_COMPLETE", "bash_complete")
+    for words, completed in (("spbench fi", "plain,fit"), ("spbench doctor --che", "plain,--check")):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        assert (exit_code([]), capsys.readouterr()) == (0, (f"{completed}\n", ""))
 
 
 #: options that decorators take, and what they give the command's body for them
