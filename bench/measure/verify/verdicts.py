@@ -31,8 +31,6 @@ VERDICTS_FILE, SUMMARY_FILE = "verdicts.jsonl", "summary.jsonl"
 #: the fields of a :class:`VerifyRow`, and the fields of its run's head
 Verdict = dict[str, Any]
 
-#: the value of :attr:`VerifyRow.bytes` where all bytes are those of the closed forms
-EQUAL = "equal"
 #: the fields of a run's head, which all of its verdicts share
 RUN = ("backend", "device", "commit", "code", "torch", "time")
 #: the fields that identify a case, whose later verdict replaces an earlier one
@@ -73,6 +71,9 @@ class VerifyRow:
         explanation: for a RED row, if it was asked for, lines on where its step goes wrong first.
         traceback: the traceback of what a rank raised.
     """
+
+    #: the value of ``bytes`` where all bytes are those of the closed forms
+    EQUAL = "equal"
 
     strategy: Text
     model: Text
