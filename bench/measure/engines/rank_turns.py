@@ -30,9 +30,12 @@ _NEAR = 2
 _SHORT_GROUPS = (3, 4)
 #: groups of micro-batches in a short step: the first, the last, and one between them
 _GROUPS = 3
-#: the most forwards that a short step of one run of layers has before its first backward
+#: the turns of a repeating steady state, and of the two ends of a short step in which none repeats
 _FEWEST = 2 * _NEAR
-#: micro-batches of a short step of one run of layers: its warm-up, a repeating steady state, and a last one
+#: the most forwards that a short step with a steady state has before its first backward: the first ones, which
+#: may hold or free what no other does, and one more, of which all further ones are copies
+_AHEAD = _NEAR + 1
+#: the most micro-batches that a short step of one run of layers may have
 SHORT = 3 * _FEWEST + 1
 #: the number of the stretch (:meth:`OneRun.stretch`) whose turns are all alike: the steady state
 _ALTERNATES = 2
@@ -82,9 +85,9 @@ class OneRun(Turns):
         """Yield the short step from which this step is put together, if a shorter step exists."""
         both, tail = len(self) - self.ahead, max(0, 2 * self.ahead - len(self))
         # a rank that is 0 or 1 forwards ahead has no first forwards that differ from its other forwards
-        ahead = self.ahead if self.ahead < _NEAR else _FEWEST
+        ahead = self.ahead if self.ahead < _NEAR else _AHEAD
         if both > self.ahead + _NEAR:  # forwards and backwards alternate until turns repeat
-            count = SHORT
+            count = 2 * ahead + _FEWEST + 1  # two warm-ups, a repeating steady state, and a last one
         elif both > self.ahead:
             count = len(self) - 2 * (self.ahead - ahead)
         else:
