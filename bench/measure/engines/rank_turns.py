@@ -81,13 +81,16 @@ class OneRun(Turns):
         stretch = max(number for number, start in enumerate(starts) if start <= turn)
         return stretch, turn - starts[stretch]
 
-    def shorter(self) -> Iterator[OneRun]:
-        """Yield the short step from which this step is put together, if a shorter step exists."""
+    def shorter(self, ahead_at_most: int = _FEWEST) -> Iterator[OneRun]:
+        """Yield the short step from which this step is put together, if a shorter step exists. If it has a
+        steady state, it runs at most that many forwards before its first backward."""
         both, tail = len(self) - self.ahead, max(0, 2 * self.ahead - len(self))
         # a rank that is 0 or 1 forwards ahead has no first forwards that differ from its other forwards
-        ahead = self.ahead if self.ahead < _NEAR else _AHEAD
+        ahead = self.ahead if self.ahead < _NEAR else _FEWEST
         if both > self.ahead + _NEAR:  # forwards and backwards alternate until turns repeat
-            count = 2 * ahead + _FEWEST + 1  # two warm-ups, a repeating steady state, and a last one
+            ahead = min(ahead, ahead_at_most)
+            # two warm-ups, a repeating steady state, and a last one
+            count = SHORT if ahead_at_most == _FEWEST else 2 * ahead + _FEWEST + 1
         elif both > self.ahead:
             count = len(self) - 2 * (self.ahead - ahead)
         else:
@@ -150,7 +153,9 @@ class RankTurns:
         """Yield the short steps from which this step may be put together, the shortest first."""
         of = self.of
         if isinstance(of, OneRun):
-            yield from (replace(self, of=short) for short in of.shorter())
+            # with gathers a turn's host work depends on how many came before, so that later turns are nearer
+            most = _FEWEST if self.gathers else _AHEAD
+            yield from (replace(self, of=short) for short in of.shorter(most))
             return
         # with overlapped sends a rank waits in turns that the kinds below do not tell apart
         if self.gathers or of.overlapped or of.group != of.ranks or of.micro_batches % of.group:
