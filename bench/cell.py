@@ -80,8 +80,9 @@ OWN_STEP = "own_step"
 
 
 def strategy_axes(strategy: str) -> list[str]:
-    """The names of the axes of a strategy, or of a combination of strategies (:func:`nesting`)."""
-    return list(impls.nesting(strategy).axes)
+    """The names of the axes of a strategy, or of a combination of strategies (:func:`nesting`); of a user's
+    step, dp for all ranks."""
+    return ["dp"] if strategy == OWN_STEP else list(impls.nesting(strategy).axes)
 
 
 def requirements(strategy: str) -> list[str]:
@@ -219,9 +220,10 @@ class Cell(StrictModel):
     """One point of a sweep. Where ``search`` asks for batch or seq_len, that field is None.
 
     Attributes:
-        model: a name, or the path of a Hugging Face config.json or of the folder that it lies in.
+        model: a name, or the path of a Hugging Face config.json or of the folder that it lies in; or a user's
+            step, such as "step.py:train", with the strategy OWN_STEP.
         model_config_json: the fields of that file that matter, read when the cell is made, so that a row is
-            of the file as it was, and other machines do not need the file.
+            of the file as it was, and other machines do not need the file; of a step, the file's whole path.
         mesh: the axes of the mesh, from the slowest-varying rank to the fastest; None: as in MESH_AXES. Axes
             of one rank may be left out.
         device: the device of tensors; the virtual engine always has fake tensors on the CPU.
@@ -263,7 +265,8 @@ class Cell(StrictModel):
         content = _with_sizes(setting_values.with_documents(content))
         if isinstance(content, Mapping) and content.get("model_config_json") is None:
             model = content.get("model")
-            if isinstance(model, str) and setting_values.names_a_file(model):
+            named = setting_values.names_a_file, setting_values.names_a_step
+            if isinstance(model, str) and any(names(model) for names in named):
                 return {**content, "model_config_json": setting_values.read_model_file(model)}
         return content
 

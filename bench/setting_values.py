@@ -10,7 +10,7 @@ runs. Steps with stand-ins were measured to take longer, so the intervals of the
 import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from os.path import lexists
+from os.path import abspath, lexists
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -131,6 +131,15 @@ def names_a_file(model: str) -> bool:
     return "/" in model or model.endswith(_JSON)
 
 
+#: the key under which the cell of a user's step has the step with the whole path of its file
+STEP_FILE = "step"
+
+
+def names_a_step(text: str) -> bool:
+    """Whether a text names a training step of the user's own program, such as "step.py:train"."""
+    return re.fullmatch(r".+\.py:\w+", text) is not None
+
+
 def remote_name(model: str) -> str:
     """The end of a message on an unknown model's name on Hugging Face, which says what to do; "" for texts
     that cannot be such a name."""
@@ -141,15 +150,18 @@ def remote_name(model: str) -> str:
 
 
 def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
-    """The fields of a config.json that define a model (:func:`counting_fields`). UserError if the file cannot
-    be read, is no JSON object, or has settings that no model here supports.
+    """The fields of a config.json that define a model (:func:`counting_fields`); of a user's step, its place
+    as STEP_FILE. UserError if the file cannot be read, is no JSON object, or has settings that no model here
+    supports.
 
     Args:
-        model: the path of the file or of its folder; if there is no such path, the name of a model on Hugging
-            Face whose sizes are known.
+        model: a step; or the path of the file or of its folder; if there is no such path, the name of a model
+            on Hugging Face whose sizes are known.
         folder: the folder from which a relative path starts.
     """
     path = folder / Path(model).expanduser()
+    if names_a_step(model):
+        return {STEP_FILE: abspath(path)}
     if not lexists(path) and (known := published_model(model)):
         return dict(known.config)
     path = path / CONFIG if path.is_dir() else path
@@ -286,8 +298,11 @@ class StandIn(NamedTuple):
         return f"{self.work} priced as {self.by}" if self.by else f"{self.work}, measured slower"
 
 
+#: of a user's step that calls torch.compile; no cell of a strategy has it
+COMPILED = StandIn("compiled code", "eager code", axis="compiled")
 #: all stand-ins; if a cell has several, the first is the class of its time
 STAND_INS = (
+    COMPILED,
     StandIn("Megatron's experts over EFA", "", ("megatron",), axis="ep", network="EFA"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
     StandIn("DeepSpeed's ZeRO-3", "", ("", *PROGRAMS), ("deepspeed_zero3",)),

@@ -53,7 +53,6 @@ from spbench.impls.folding import given_folds as given_folds
 from spbench.impls.folding import stage_ranks as stage_ranks
 from spbench.impls.folding import world_ranks as world_ranks
 from spbench.impls.kernels import linear_attention_triton as linear_attention_triton
-from spbench.impls.kernels import permutation as permutation
 from spbench.impls.kernels.attention_buffers import WITH_BUFFERS as WITH_BUFFERS
 from spbench.impls.kernels.attention_buffers import inside_backward as inside_backward
 from spbench.impls.kernels.chosen_attention import SPARSE_ATTENTION as SPARSE_ATTENTION
@@ -153,14 +152,11 @@ from spbench.impls.strategies.nesting import nesting as nesting
 from spbench.impls.traffic import WIRE_SHARE as WIRE_SHARE
 from spbench.impls.traffic import Traffic as Traffic
 from spbench.impls.traffic import wire_bytes as wire_bytes
-from spbench.impls.training.pipeline import forwards_ahead as forwards_ahead
-from spbench.impls.training.pipeline import passes as passes
 from spbench.impls.training.step import Inference as Inference
 from spbench.impls.training.step import Training as Training
 from spbench.impls.training.step import default_dtype as default_dtype
 from spbench.impls.training.step import initialize as initialize
 from spbench.impls.training.step import training_sites as training_sites
 from spbench.impls.training.turns import Action as Action
-from spbench.impls.training.turns import Ahead as Ahead
 from spbench.impls.training.turns import Turn as Turn
 from spbench.impls.training.turns import Turns as Turns

@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines import class_traces, virtual
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.tools.papers.megatron_cases import CASES, GOLDEN_FILES, cases, machine_of
 from spbench.bench.tools.papers.sources import published_file
@@ -99,14 +99,14 @@ def timed_cases(folder: Path) -> list[Timed]:
             path.write_bytes(pickle.dumps((traced.traces, traced.classes, traced.fold)))
             print(cell.key, flush=True)
         traces, classes, fold = pickle.loads(path.read_bytes())
-        axis = virtual.marked_axis(cell)
+        axis = class_traces.marked_axis(cell)
         cluster = load_cluster(cell.cluster)
         simulator = Simulator(
             [trace.program for trace in traces],
             [each.ranks for each in classes],
             cluster,
             cell.precision,
-            virtual.model_parameters(cell),
+            class_traces.model_parameters(cell),
             fold,
             virtual.model_preset(*cell.model_arguments).attention_kernel,
             None if axis is None else [*cell.mesh_sizes].index(axis),

@@ -1,22 +1,44 @@
-"""Note in the package that verification was green on its code, so that runs need not verify strategies first.
+"""Note in the package that verification was green on its code, so that runs need not verify strategies first;
+or beside the tests that those which cost most were.
 
     spbench verify --output results/verification    # or only on 2 ranks, in minutes: --world-size 2
     python scripts/prove.py [FOLDER]
+    python scripts/prove.py tests
 
 The script reads the verdicts in FOLDER (default: results/verification), and refuses code on which a case is
-red or a strategy has no green case.
+red or a strategy has no green case. It also writes the counts of the verdicts into the summary of
+results/verification, which is committed in place of the verdicts; the nightly job keeps these whole.
+With "tests" the script runs the tests of the files in tests/recorded.json. If all pass, it notes the digest
+of the code there, and later default runs have only a few of these tests.
 """
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 from spbench.bench.measure.verify import proof
-from spbench.bench.measure.verify.verdicts import read_verdicts
+from spbench.bench.measure.verify.verdicts import read_verdicts, write_summary
 from spbench.impls.registries import all_strategies
 
 TREE = Path(__file__).parents[1]
+
+
+def record_tests() -> None:
+    sys.path.insert(0, str(TREE))  # the tests are in no package that is installed
+    from tests import recorded
+
+    record, code = json.loads(recorded.RECORD.read_text(encoding="utf-8")), recorded.digest()
+    files = [str(recorded.TESTS / name) for name in record["files"]]
+    if subprocess.run([sys.executable, "-m", "pytest", "-n", "2", *files], cwd=TREE).returncode:
+        raise SystemExit(f"not recorded: of the files in {recorded.RECORD} a test has failed")
+    recorded.digest.cache_clear()
+    if recorded.digest() != code:
+        raise SystemExit("not recorded: the code was changed while its tests ran; run them again")
+    record["code"] = code
+    recorded.RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{len(files)} files of tests are green on {code}")
 
 
 def _with_ranks() -> set[str]:
@@ -37,8 +59,9 @@ def main() -> None:
         raise SystemExit(f"the code {code} is not proven: {why}")
     line = json.dumps({"code": code, "green": counts["green"], "pairs": sum("+" in name for name in proven)})
     (TREE / "bench" / "measure" / "verify" / proof.PROVEN).write_text(line + "\n", encoding="utf-8")
+    write_summary(TREE / "results" / "verification", verdicts)
     print(line)
 
 
 if __name__ == "__main__":
-    main()
+    record_tests() if sys.argv[1:] == ["tests"] else main()

@@ -50,6 +50,7 @@ def _group(cell: dict[str, Any]) -> dict[str, Any]:
     ranks = {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}
     settings["sizes"] = {"type": "object", "additionalProperties": ranks}
     axes = {"type": "array", "items": _TEXT}
+    settings["step"] = {"anyOf": [_TEXT, axes]}
     settings["mesh"] = {"anyOf": [axes, {"type": "array", "items": axes}, {"type": "null"}]}
     for section in ("training", "search", "learning", "timing"):
         settings[section] = {"type": ["object", "null"]}

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from spbench.bench.command_line.options import printed
     from spbench.bench.command_line.output import Output, Table
     from spbench.bench.errors import UserError
-    from spbench.bench.measure import Call, Communication, Engine, Meter, Quantity, Scenario, plan
+    from spbench.bench.measure import Scenario, plan
+    from spbench.bench.measure.engines.engine import Engine, Quantity
+    from spbench.bench.measure.trace.meter import Call, Communication, Meter
     from spbench.bench.measurement import Measurement
     from spbench.bench.tools.calibrate.log_findings import (
         AttentionSpeed,
@@ -88,7 +90,9 @@ _HOMES = {
     "spbench.bench.tools.papers.selector": ("Selector",),
     "spbench.bench.tools.papers.answer": ("Answer", "load_scenario"),
     "spbench.bench.yaml_files": ("PublishedNumber",),
-    "spbench.bench.measure": ("Call", "Communication", "Engine", "Meter", "Quantity", "Scenario", "plan"),
+    "spbench.bench.measure": ("Scenario", "plan"),
+    "spbench.bench.measure.engines.engine": ("Engine", "Quantity"),
+    "spbench.bench.measure.trace.meter": ("Call", "Communication", "Meter"),
     "spbench.bench.errors": ("UserError",),
     "spbench.bench.tools.changes.export_command": ("ExportRequest", "Exported"),
     "spbench.bench.tools.jobs.flags": ("Flag", "Flags", "program_flags"),

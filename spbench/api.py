@@ -1,4 +1,5 @@
-"""What ``spbench.run``, ``spbench.advise``, ``spbench.verify`` and ``spbench.read_results`` do."""
+"""What ``spbench.run``, ``spbench.advise``, ``spbench.measure_step``, ``spbench.verify`` and
+``spbench.read_results`` do."""
 
 from __future__ import annotations
 
@@ -6,23 +7,18 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure import (
-    RESULTS_FILE,
-    Narrowing,
-    ResultsFile,
-    Scenario,
-    as_frame,
-    impossible,
-    read_rows,
-    run_sweep,
-)
+from spbench.bench.measure import RESULTS_FILE, Narrowing, Scenario, read_rows
+from spbench.bench.measure.scenarios.expand import impossible
+from spbench.bench.measure.sweep.results import ResultsFile, as_frame
+from spbench.bench.measure.sweep.sweep import sweep
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import dotted
 from spbench.impls.registries import DEFAULT_BACKEND
@@ -30,7 +26,10 @@ from spbench.impls.registries import DEFAULT_BACKEND
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from spbench.bench.measure import MeasuredStep
+    from spbench.bench.measure import Certainty, StepTraces
+    from spbench.bench.measure.simulator.timeline import Timeline
+    from spbench.bench.measurement import Measurement
+    from spbench.bench.row import Row
 
 
 def run(
@@ -86,7 +85,7 @@ def run(
         folder = output or stack.enter_context(tempfile.TemporaryDirectory(prefix="spbench-"))
         results = stack.enter_context(ResultsFile(Path(folder), fresh=fresh))
         _warn(results.problems)
-        return as_frame(run_sweep(cells, results, jobs=jobs))
+        return as_frame(sweep(cells, results, jobs=jobs))
 
 
 def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrowing: Narrowing) -> list[Cell]:
@@ -156,6 +155,67 @@ def advise(
     return DataFrame(line for answer in answered(questions, jobs) for line in answer.table())
 
 
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The measurement of a user's step on a cluster.
+
+    Attributes:
+        classes: the traces, by classes of ranks that run the same program.
+    """
+
+    classes: StepTraces
+
+    @property
+    def cell(self) -> Cell:
+        """The cell of the row."""
+        return self.classes.cell
+
+    @property
+    def timeline(self) -> Timeline:
+        """The simulated step of all ranks; UserError if messages of ranks never meet, with the lines."""
+        return self.classes.timeline
+
+    def held(self) -> list[dict[str, Any]]:
+        """What is alive at the peak of the fullest rank, the largest first: ``bytes``, number of ``tensors``,
+        their ``kind`` and the ``place``, the user's module and line that made them."""
+        return self.classes.held()
+
+    @cached_property
+    def measurement(self) -> Measurement:
+        """Memory, communication and, if the cluster has rates and the step fits, the simulated time."""
+        return self.classes.measurement()
+
+    @property
+    def row(self) -> Row:
+        """The result row, as of a cell that a sweep has run."""
+        from spbench.bench.measure import row_of
+
+        return row_of(self.cell, self.measurement)
+
+    def keep(self, folder: Path) -> Path:
+        """Add the row to the results of a folder, in place of the step's earlier row there; returns the
+        file."""
+        with ResultsFile(folder) as results:
+            results.append(self.row)
+        return folder / RESULTS_FILE
+
+    @property
+    def verdict(self) -> Certainty | None:
+        """Whether the step fits its cards, and why it is tight; None: the cluster's card has no limit."""
+        from spbench.bench.measure import certainty
+
+        return certainty(self.cell, self.measurement.as_dict())
+
+    def on(self, cluster: str) -> MeasuredStep:
+        """The same step on another cluster, from the same traces."""
+        return replace(self, classes=self.classes.on(cluster))
+
+    def fits(self, cluster: str | None = None) -> bool:
+        """Whether the step fits the cards of a cluster; None: of its own. :attr:`verdict` says how surely."""
+        verdict = (self if cluster is None else self.on(cluster)).verdict
+        return verdict is None or verdict.word != "no"
+
+
 def measure_step(
     step: str | Callable[[], Callable[[], object]],
     *,
@@ -180,9 +240,10 @@ def measure_step(
     Raises:
         UserError: the step raises an error, or cannot be traced; the message names the line.
     """
-    from spbench.bench.measure import measured_step
+    from spbench.bench.measure import step_cell, step_traces
 
-    return measured_step(step, world_size, cluster, None if ranks is None else [*ranks])
+    cell = step_cell(step, world_size, cluster)
+    return MeasuredStep(step_traces(cell, None if ranks is None else [*ranks], step))
 
 
 def read_results(path: str | PathLike[str]) -> DataFrame:

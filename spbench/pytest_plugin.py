@@ -65,8 +65,7 @@ class ScenarioRuns:
         """Measure the cells of a scenario, and return one row for each, as :func:`spbench.run` does.
 
         Args:
-            scenario: its name, or the path of its YAML file; or a training step of yours, as
-                "step.py:train", with the arguments ``world_size`` and ``cluster``.
+            scenario: its name, or the path of its YAML file; or a training step of yours, as "step.py:train".
             jobs: worker processes; 0: measure in this process; None: one a usable core.
             narrowing: which cells, as of :func:`spbench.run`: ``strategies``, ``world_sizes``, ...
 
@@ -122,17 +121,14 @@ class ScenarioRuns:
         self, scenario: str | PathLike[str], folder: Path, jobs: int | None, narrowing: dict[str, Any]
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
-        from spbench.api import measure_step, run
-        from spbench.bench.measure import Narrowing, as_frame, names_a_step, read_rows
+        from spbench.api import run
+        from spbench.bench.measure import Narrowing, read_rows
+        from spbench.bench.setting_values import names_a_step
         from spbench.bench.tools.papers.answer import compare, load_scenario
         from spbench.bench.tools.papers.comparison import write
 
         beside = self._beside_the_test(scenario)
-        if names_a_step(str(scenario)):
-            own = measure_step(str(beside), **narrowing)
-            own.keep(folder)
-            return as_frame([own.row]), []
-        loaded = load_scenario(beside if beside.is_file() else scenario)
+        loaded = load_scenario(beside if beside.is_file() or names_a_step(str(scenario)) else scenario)
         frame = run(loaded, output=folder, jobs=jobs, **narrowing)
         rows = {row.key: row for row in read_rows(folder)[0]}
         comparisons = compare(loaded, Narrowing(**narrowing).declared(loaded), rows)

@@ -18,6 +18,7 @@ from spbench.bench.files import CACHE_FOLDER, DiskCache
 from spbench.bench.measure.processes import starting as processes
 from spbench.bench.measured_code import code_digest
 from spbench.impls.loose_files import LOOSE_FILES
+from tests.grid import data
 from tests.slow import leave_out_slow_cases, slow_ones_are_left_out, thin
 
 # functions import torch, because the first process of xdist, for which the others wait, does not need it
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 #: process that a test starts would compile the modules that it imports
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+pytest_plugins = ["tests.recorded"]
 processes._PRELOADED = "tests.preloaded"  # or each rank would import pytest
 
 
@@ -46,45 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
-#: the files whose tests take 6 s or more of a busy core, the longest first: files whose ranks wait for each
-#: other alternate with files of one process, which use the idle cores
-LONGEST = (
-    "impls/backends/test_training.py",
-    "measure/engines/test_short_cuts.py",
-    "impls/test_green.py",
-    "tools/papers/test_committed_reproduction.py",
-    "measure/verify/test_planted_faults.py",
-    "measure/engines/test_peaks.py",
-    "impls/strategies/test_attention_alone.py",
-    "tools/commands/test_cli.py",
-    "measure/verify/test_cases.py",
-    "impls/test_sends.py",
-    "measure/sweep/test_sweep.py",
-    "impls/backends/test_backends.py",
-    "impls/models/test_experts.py",
-    "impls/backends/test_fully_shard.py",
-    "impls/training/test_step.py",
-    "measure/engines/test_repeating_runs.py",
-    "docs/test_blocks.py",
-    "impls/kernels/test_triton.py",
-    "plots/test_contents.py",
-    "measure/engines/test_boundary.py",
-    "measure/engines/test_virtual.py",
-    "impls/kernels/test_fp8.py",
-    "api/test_rooms.py",
-    "impls/models/huggingface/test_config_files.py",
-    "impls/models/test_decoder_models.py",
-    "tools/choose/test_expert_folds.py",
-    "measure/processes/test_rank_pool.py",
-)
-
-
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests so that the longest files come first. A worker of xdist takes whole files, and so sets
     up a file's fixtures once; a long file at the end would leave the other workers idle."""
     thin(items)
-    order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    order = {Path(__file__).parent / name: place for place, name in enumerate(data(__file__)["LONGEST"])}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 

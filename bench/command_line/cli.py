@@ -20,12 +20,17 @@ from contextlib import redirect_stdout
 from typing import Any, TextIO
 
 import click
+from click.shell_completion import shell_complete
 
 from spbench.bench import errors, measure
 from spbench.bench.command_line.output import for_stream
+from spbench.bench.measured_code import code_digest
 from spbench.impls import DiscoveryError, FunctionModules, exits_refused, installed_version, place_of_error
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
+
+#: the environment variable by which a shell asks for the words that may follow
+_COMPLETE = "_SPBENCH_COMPLETE"
 
 _NO_MEMORY = "this process may use too little memory (ulimit -v, a container's limit)"
 #: messages of the linker, and of an extension that cannot even make an exception, if memory is short
@@ -95,7 +100,8 @@ class _Commands(click.Group):
 
 def _version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
-        click.echo(f"spbench {installed_version('spbench') or '(not installed)'}")
+        mine, torch = (installed_version(name) or "(not installed)" for name in ("spbench", "torch"))
+        click.echo(f"spbench {mine}, code {code_digest()}, torch {torch}")
         context.exit()
 
 
@@ -141,7 +147,10 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         return _complain("the working directory is gone; change to one that is there", 2)
     try:
         with redirect_stdout(_CheckedStream(output)), exits_refused():
-            code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
+            if instruction := os.environ.get(_COMPLETE):  # click's main would exit, which nothing here may
+                code = shell_complete(cli, {}, "spbench", _COMPLETE, instruction)
+            else:
+                code = cli.main(arguments, prog_name="spbench", standalone_mode=False)
             sys.stdout.flush()
         return code or 0
     except _StreamError as error:

@@ -1,5 +1,5 @@
-"""The result of a command, as plain values that a form (:mod:`command_line.forms`) prints; the table of
-memory, which several commands show; and lines broken between words.
+"""The result of a command, as plain values that a form (:mod:`command_line.forms`) prints; and lines broken
+between words.
 
 This module imports neither torch nor pandas nor rich.
 """
@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
-
-from spbench.bench.units import gib
 
 #: the blanks between columns
 GAP = "  "
@@ -169,47 +167,3 @@ class Output:
     def all_columns(self) -> list[str]:
         """The columns of ``records``, in order."""
         return list(self.columns or dict.fromkeys(name for record in self.records for name in record))
-
-
-def _held(entry: Mapping[str, Any]) -> str:
-    held = sorted(entry["peak_held"].items(), key=lambda item: -item[1])
-    return ", ".join(f"{name.replace('_', ' ')} {gib(nbytes)}" for name, nbytes in held)
-
-
-#: the columns of entries of :attr:`Measurement.by_class`, with ``cell`` if there are several cells
-_COLUMNS = (
-    Column("cell", "cell"),
-    Column("rank", "rank"),
-    Column("ranks alike", "ranks"),
-    Column("stage", "stage"),
-    Column("step", "step"),
-    Column("fits", "status", lambda status: "yes" if status == "ok" else "no"),
-    Column("peak GiB", "peak_memory_bytes", gib),
-    Column("in", "peak_phase"),
-    Column("reserved GiB", "reserved_memory_bytes", gib),
-    Column("at the end GiB", "allocated_bytes", gib),
-    Column("returned GiB", "returned_bytes", gib),
-    Column("on the host GiB", "host_memory_bytes", gib),
-    Column("held at the peak (GiB)", "peak_held", of=_held),
-)
-_IMPORTANT = ("rank", "stage", "step", "fits", "peak GiB", "reserved GiB", "in")
-
-
-def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
-    """A table of memory: for each class of ranks that run the same program, a line for the set-up (step 0)
-    and for each traced step; a sentence if no cell has classes.
-
-    Args:
-        measured: the measurements of rows, by the keys of their cells.
-    """
-    entries = []
-    for key, measurement in measured.items():
-        classes = measurement.get("by_class") or ()
-        alike: dict[str, Any] = {} if any(entry["stage"] for entry in classes) else {"stage": None}
-        entries += [{"cell": key if len(measured) > 1 else None, **entry, **alike} for entry in classes]
-    if not entries:
-        return "No cell has the memory of its rank classes: meters count it on virtual ranks and on CPUs."
-    usable = {measurement.get("usable_memory_bytes") for measurement in measured.values()}
-    only = next(iter(usable)) if len(usable) == 1 else None
-    title = "Memory of each rank class at each step" + (f", of {gib(only)} GiB" if only else "")
-    return Table.of(title, _COLUMNS, entries, important=_IMPORTANT, below=("cell", "held at the peak (GiB)"))

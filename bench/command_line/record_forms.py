@@ -1,5 +1,5 @@
-"""Records and tables that a YAML file of a room describes, so that their fields stand together as data; and
-simulated times as text, with their intervals."""
+"""Records and tables that a YAML file of a room describes, so that their fields stand together as data; the
+table of memory, which several commands show; and simulated times as text, with their intervals."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, Undefined
-from jinja2.environment import TemplateExpression
 from jinja2.meta import find_undeclared_variables
 
 from spbench.bench import units
 from spbench.bench.command_line.output import Table
-from spbench.bench.measure import NO_RATE
+from spbench.bench.measure import ErrorModel
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.units import shown_time
 from spbench.bench.yaml_files import read_yaml
@@ -24,7 +23,8 @@ class RecordForms:
 
     A form is a mapping whose values are expressions of Jinja, or mappings and lists of these; numbers, null
     and the empty text stand as they are. The names in an expression are the values that a method gets,
-    ``item``, keys or attributes of the item, and :meth:`record` and :meth:`records` with the same values.
+    ``item``, keys or attributes of the item, and :meth:`record`, :meth:`records` and :meth:`text` with the
+    same values.
     :func:`shown_band` and the functions of :mod:`bench.units` are filters, which leave None as it is. A
     missing value is None; an entry whose name ends with "?" is left out if it is None.
     """
@@ -52,8 +52,20 @@ class RecordForms:
         line = own.pop("lines")
         return Table(title, [_filled(line, item, self._names(item, values)) for item in items], **own)
 
+    def document(self, form: str, **values: Any) -> str:
+        """The lines of a form that is a template of Jinja, filled in with the values."""
+        of_lines = _environment().overlay(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+        return of_lines.from_string(self.forms[form]).render(values)
+
+    def text(self, form: str, item: Any = None, **values: Any) -> str:
+        """The text of an item: under ``texts`` the file has templates of Jinja, in which the end of a line is
+        a blank; "": the template has nothing to say of the item."""
+        template, names = _compiled(self.forms["texts"][form], of_text=True)
+        return " ".join(template.render(_values(names, item, self._names(item, values))).split())
+
     def _names(self, item: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        further = {"record": partial(self.record, **values), "records": partial(self.records, **values)}
+        methods: tuple[Callable[..., Any], ...] = (self.record, self.records, self.text)
+        further = {method.__name__: partial(method, **values) for method in methods}
         return {**further, **values, "item": item}
 
 
@@ -67,19 +79,22 @@ def _filled(part: Any, item: Any, values: Mapping[str, Any]) -> Any:
     if not isinstance(part, str) or not part:
         return part
     expression, names = _compiled(part)
-    return expression({name: values[name] if name in values else _of(item, name) for name in names})
+    return expression(_values(names, item, values))
 
 
-def _of(item: Any, name: str) -> Any:
-    return item.get(name) if isinstance(item, Mapping) else getattr(item, name)
+def _values(names: Iterable[str], item: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the names: of an item those that are no values by themselves."""
+    of_item = item.get if isinstance(item, Mapping) else partial(getattr, item)
+    return {name: values[name] if name in values else of_item(name) for name in names}
 
 
 @cache
-def _compiled(text: str) -> tuple[TemplateExpression, frozenset[str]]:
-    """An expression, and the names that it takes from values or an item."""
+def _compiled(text: str, of_text: bool = False) -> tuple[Any, frozenset[str]]:
+    """An expression, or a template if ``of_text``, and the names that it takes from values or an item."""
     environment = _environment()
-    names = find_undeclared_variables(environment.parse(f"{{{{ {text} }}}}"))
-    return environment.compile_expression(text), frozenset(names - environment.globals.keys())
+    names = find_undeclared_variables(environment.parse(text if of_text else f"{{{{ {text} }}}}"))
+    compiled = environment.from_string(text) if of_text else environment.compile_expression(text)
+    return compiled, frozenset(names - environment.globals.keys())
 
 
 @cache
@@ -99,6 +114,34 @@ def _if_there(function: Callable[..., Any]) -> Callable[..., Any]:
         return None if value is None or isinstance(value, Undefined) else function(value, *further)
 
     return shown
+
+
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
+
+
+def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
+    """A table of memory: for each class of ranks that run the same program, a line for the set-up (step 0)
+    and for each traced step; a sentence if no cell has classes.
+
+    Args:
+        measured: the measurements of rows, by the keys of their cells.
+    """
+
+    def held(nbytes: Mapping[str, float]) -> str:
+        ordered = sorted(nbytes.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name.replace('_', ' ')} {units.gib(of)}" for name, of in ordered)
+
+    entries = []
+    for key, measurement in measured.items():
+        classes = measurement.get("by_class") or ()
+        alike: dict[str, Any] = {} if any(entry["stage"] for entry in classes) else {"stage": None}
+        entries += [{"cell": key if len(measured) > 1 else None, **entry, **alike} for entry in classes]
+    if not entries:
+        return "No cell has the memory of its rank classes: meters count it on virtual ranks and on CPUs."
+    usable = {measurement.get("usable_memory_bytes") for measurement in measured.values()}
+    only = next(iter(usable)) if len(usable) == 1 else None
+    title = "Memory of each rank class at each step" + (f", of {units.gib(only)} GiB" if only else "")
+    return TABLES.table("memory", title, entries, held=held)
 
 
 #: the mark after a time that is a tie with the fastest
@@ -123,7 +166,7 @@ def shown_band(measured: Mapping[str, Any]) -> str:
         return shown_time(step_time_s)
     rates, lacks = measured.get("rates") or "", measured.get("lacks")
     marked = _MARKED | {name: f", {name}" for name in STOOD_IN}
-    word = f", no rate of {lacks}" if lacks and rates in NO_RATE else marked.get(rates, "")
+    word = f", no rate of {lacks}" if lacks and rates in ErrorModel.NO_RATE else marked.get(rates, "")
     return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
 
 

@@ -214,6 +214,10 @@ class Backend(ABC):
         """Whether the host waits for each micro-batch's loss."""
         return False
 
+    def kind_of_backward(self, number: int) -> int:
+        """A key of a step's backward through the last stage, equal for backwards of equal work."""
+        return 0
+
     def begin_last_backward(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
         """Called before the last backward of a step through the ``module``, or through one of its stages:
         from here on gradients may be sent.

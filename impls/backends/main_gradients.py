@@ -249,8 +249,11 @@ class MainGradients:
             self.views[p].add_(p.grad)
         p.grad = None
         p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if p not in self.last:
-            return
+        if p in self.last and not hasattr(p, "spbench_put_off"):
+            self.complete(p)
+
+    def complete(self, p: nn.Parameter) -> None:
+        """Note that the main gradient of p is whole, and sum the buckets that are complete, if overlapped."""
         buffer, bucket = self.place[p]
         bucket.missing.remove(p)
         while self.overlapped and self.sent[buffer] < len(buffer.buckets):

@@ -62,6 +62,7 @@ from spbench.impls.backends.planned_buffers import (
 )
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes, trained_parameters
+from spbench.impls.kernels.projection import PutOff
 from spbench.impls.layout import Unsupported, is_expert, shard_of, stacks_experts
 from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
@@ -97,6 +98,7 @@ class Megatron(Backend):
             added_anyway={p for p in self.names if p is twice},
             checked=self.host_reads_losses,
         )
+        self.put_off = self._put_off()
         overlapped = self.options.overlap_param_gather
         self.gathered = main_gradients.GatheredInForward(
             chunks_of(self.module) if overlapped else [], self.buffers
@@ -136,6 +138,16 @@ class Megatron(Backend):
     @property
     def host_reads_losses(self) -> bool:
         return self.options.check_for_nan_in_loss_and_grad and not self.precision.loss_scale
+
+    def kind_of_backward(self, number: int) -> int:
+        return 0 if self.put_off is None else self.put_off.kind(number)
+
+    def _put_off(self) -> PutOff | None:
+        """The matmuls for the gradient of this rank's head that are put off, if the options ask for that."""
+        weights = [getattr(module, "head_weight", None) for module in chunks_of(self.module)]
+        heads = [weight for weight in weights if weight is not None and weight in self.gradients.views]
+        deferred = self.options.defer_embedding_wgrad_compute and heads
+        return PutOff(heads[0], self.options.wgrad_deferral_limit) if deferred else None
 
     def _clipped(self, optimizer: Optimizer) -> Optimizer:
         if self.clipping is not None and not isinstance(optimizer, HostOptimizer):
@@ -237,6 +249,9 @@ class Megatron(Backend):
         self.gradients.expect_last(trained_parameters(stage))
 
     def synchronize(self) -> None:
+        if self.put_off is not None:
+            self.put_off.add_up()
+            self.gradients.complete(self.put_off.weight)
         self.gradients.finish()
         self.around.add_tied(self.module, lambda weight: self.gradients.views[weight])
 

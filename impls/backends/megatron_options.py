@@ -43,6 +43,8 @@ class MegatronOptions(OptimizerOptions):
             layers at once: the first two runs before the first micro-batch, a later run when the first stage
             begins the run before (--no-align-param-gather: each when its first micro-batch needs it).
         gradient_accumulation_fusion: linear layers add their gradients to the main gradients themselves.
+        defer_embedding_wgrad_compute: the head's weight gradient is computed after the last backward, for
+            the first ``wgrad_deferral_limit`` micro-batches (0: for all); its operands are held until then.
         bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
             Megatron-Core's default.
         fp8_param_gather: weights whose matmuls are in eight bits by one scale each (``model_options.fp8``)
@@ -80,6 +82,8 @@ class MegatronOptions(OptimizerOptions):
     fp8_param_gather: bool = False
     align_param_gather: bool = True
     gradient_accumulation_fusion: bool = True
+    defer_embedding_wgrad_compute: bool = False
+    wgrad_deferral_limit: int = 0
     bucket_size: int | None = None
     pad_buckets_for_high_nccl_busbw: bool = False
     accumulate_allreduce_grads_in_fp32: bool = True
@@ -112,6 +116,11 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError(f"clip_grad is a norm above 0, or 0 for none, not {self.clip_grad}")
         if not self.use_precision_aware_optimizer and self.optimizer == "device":
             raise ValueError("use_precision_aware_optimizer: false needs optimizer: host")
+        if self.defer_embedding_wgrad_compute and not self.gradient_accumulation_fusion:
+            raise ValueError("defer_embedding_wgrad_compute needs gradient_accumulation_fusion")
+        limit = self.wgrad_deferral_limit
+        if limit < 0 or (limit and not self.defer_embedding_wgrad_compute):
+            raise ValueError("wgrad_deferral_limit is at least 0, and needs defer_embedding_wgrad_compute")
         self._check_muon()
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed_optimizer and overlap_grad_reduce")

@@ -105,6 +105,37 @@ class Placeholders:
         return self._made[key].detach()
 
 
+class PutOff:
+    """Matmuls for a weight's gradient that are put off until :meth:`add_up`, so that their operands stay
+    allocated (Megatron-LM's --defer-embedding-wgrad-compute).
+
+    Args:
+        weight: the weight, whose gradient is added to its ``main_grad``.
+        limit: the number of matmuls that are put off, the first ones of a step; 0: all of a step's matmuls.
+    """
+
+    def __init__(self, weight: nn.Parameter, limit: int):
+        self.weight, self.limit = weight, limit
+        self._operands: list[tuple[Tensor, Tensor]] = []
+        weight.spbench_put_off = self  # type: ignore[attr-defined]
+
+    def kind(self, number: int) -> int:
+        """A key of the backward with this number in a step, equal for backwards that put off as much."""
+        return min(number, self.limit) if self.limit else number
+
+    def takes(self, d_rows: Tensor, rows: Tensor) -> bool:
+        """Whether the matmul of d_rows [T, F] and rows [T, H] is put off; if so, both tensors are kept."""
+        if self.limit and len(self._operands) == self.limit:
+            return False
+        self._operands.append((d_rows, rows))
+        return True
+
+    def add_up(self) -> None:
+        """Add the results of the matmuls that were put off to the main gradient."""
+        while self._operands:
+            add_to_main_grad(self.weight, *self._operands.pop(0))
+
+
 def mark_library(module: nn.Module, library: str) -> None:
     """Record on each weight of a module the library, one of LIBRARIES, that multiplies with the weight."""
     for parameter in module.parameters():
@@ -179,9 +210,16 @@ def weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     if main is None:
         product = te_mm if _by_transformer_engine(weight) else torch.mm
         return product(d_rows.mT, rows).view(weight.shape)
-    accumulate = te_accumulate_mm_ if _by_transformer_engine(weight) else accumulate_mm_
-    accumulate(matrix(main), d_rows.mT, rows)
+    put_off: PutOff | None = getattr(weight, "spbench_put_off", None)
+    if put_off is None or not put_off.takes(d_rows, rows):
+        add_to_main_grad(weight, d_rows, rows)
     return added_to_main_grad(weight)
+
+
+def add_to_main_grad(weight: Tensor, d_rows: Tensor, rows: Tensor) -> None:
+    """Add d_rows [T, F] transposed times rows [T, H] to the weight's ``main_grad``, by its library."""
+    accumulate = te_accumulate_mm_ if _by_transformer_engine(weight) else accumulate_mm_
+    accumulate(matrix(weight.main_grad), d_rows.mT, rows)  # type: ignore[attr-defined]
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:

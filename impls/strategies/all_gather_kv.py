@@ -3,15 +3,15 @@ Megatron-LM's ``cp_comm_type`` "all_gather").
 
 Every rank holds all weights and L/N positions of every sequence. Before attention, one all-gather gives each
 rank the keys and values of all positions, to which its own queries attend. Unlike in a ring, nothing is
-computed meanwhile. Llama 3 accepts that: keys and values have fewer heads than queries, and masks of any kind
-become simple. Llama 3 and Megatron-LM place positions zigzag.
+computed meanwhile. Llama 3 accepts this wait, because keys and values have fewer heads than queries, and
+masks of any kind become simple. Llama 3 and Megatron-LM place positions zigzag.
 
 Backward gathers keys and values again, since keeping them would take N times a rank's own memory in every
-layer. Each rank then has a part of the gradients of all keys and values. A reduce-scatter sums these; or, as
-in torch's context parallelism (rotate method "allgather", torchtitan's default), they are summed from rank to
-rank of a ring, as in :mod:`spbench.impls.strategies.ring_attention`.
+layer. Each rank then has a part of the gradients of all keys and values. A reduce-scatter sums these parts;
+or, as in torch's context parallelism (rotate method "allgather", torchtitan's default), the parts are summed
+from rank to rank of a ring, as in :mod:`spbench.impls.strategies.ring_attention`.
 
-Linear attention is not covered: its state of D x A numbers a head replaces all keys of a chunk, and the
+Linear attention is refused, because its state of D x A numbers a head replaces all keys of a chunk. The
 strategy that gathers these states is LASP-2 (arXiv 2502.07563).
 """
 

@@ -3,9 +3,9 @@
 Every rank holds all weights and a part of every grid of positions, cut along one of its dims. A stage that
 mixes along one dim computes independent lines of the grid, which are whole as long as the grid is cut along
 another dim. So attention is the single device's. Where the next stage mixes along the cut dim, one all-to-all
-switches the cut to another dim: a rank sends (N-1)/N of its M/N elements, where M is the grid's elements. Two
-dims in turn take two such messages a layer forward, whatever the number of heads (section 3.3). With more
-dims the grid can stay cut along a dim that several stages leave alone.
+switches the cut to another dim: a rank sends (N-1)/N of its M/N elements, where M is the grid's elements. A
+layer that mixes along two dims in turn switches twice forward, whatever the number of heads (section 3.3).
+With more dims the grid can stay cut along a dim along which several stages do not mix.
 
 N need not divide a dim of n: the first ranks have ceil(n / N) positions each, the last ranks fewer or none.
 The ranks pad to ceil(n / N) for the all-to-all only, and cut the padding from the tensors that they receive.

@@ -6,13 +6,13 @@ A rank has a part of each chunk of every sequence. For each chunk it projects qu
 them for whole positions of some heads as in :mod:`spbench.impls.strategies.ulysses`, attends with the chunk's
 queries to the keys of the chunks so far, and swaps the output back. Queries, keys, values, outputs and hidden
 states wait in pinned memory of the host. Keys and values of earlier chunks come back one after another while
-the queries attend to those before (section 4.2, a double buffer); the logarithms of the denominators merge
+the queries attend to the keys before (section 4.2, a double buffer); the logarithms of the denominators merge
 their attention. The program waits for the device after each block, as DeepSpeed's does, so launches of a
 block are not hidden behind the block before.
 
-Backward loops over chunks of keys, whose gradients stay on the device, and within it over the chunks of
-queries from there on, whose float32 gradients wait on the host between (figure 7). After each chunk of keys,
-the gradients of that chunk's queries, keys and values are complete. They are swapped back; the gradients of
+Backward loops over chunks of keys, whose gradients stay on the device, and for each over the chunks of later
+queries, whose float32 gradients wait on the host in between (figure 7). After each chunk of keys,
+the gradients of that chunk's queries, keys and values are complete and swapped back. The gradients of
 the weights and of the chunk's hidden states follow.
 
 The bytes equal those of Ulysses, and each chunk has messages of its own. FPDT also cuts MLP and loss in

@@ -3,9 +3,9 @@
 Every rank holds all weights and a chunk of L/N positions. Linear attention reaches other chunks only through
 the state, the sum of k^T v (the paper's KV): D x A numbers a head, whatever the length. Forward, the state
 travels along the ranks: each rank receives the state before its chunk, computes its outputs, adds its own
-chunk to the state and sends the state on. Backward, the state's gradient (the paper's dKV) travels the other
-way. Each rank thus sends B Z D A numbers a layer forward and as many backward (the last rank none forward,
-the first none backward). The paper's T is N, its C a chunk's L/N positions.
+chunk to the state and sends the state on. Backward, the state's gradient (the paper's dKV) travels from last
+to first. Each rank thus sends B Z D A numbers a layer forward and as many backward (the last rank none
+forward, the first none backward). The paper's T is N, its C a chunk's L/N positions.
 
 A rank receives before its kernels and sends after them, as in the authors' code, so the ranks take turns
 within a layer. This wait is partly hidden, because a rank goes on to its next layer meanwhile.

@@ -1,11 +1,11 @@
 """Megatron-LM's sequence parallelism (Megatron-SP; Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
-Tensor parallelism replicates the work between the blocks: norms, dropout, residuals. Here each rank does it
-for L/N positions. The all-reduces f and g are split into halves: a block begins by gathering all
+Tensor parallelism replicates the work between the blocks: norms, dropout, residuals. Here each rank does this
+work for L/N positions. The all-reduces f and g are split into halves: a block begins by gathering all
 positions for its column-parallel projection, and ends by reduce-scattering the output of its row-parallel
-one; backward does the reverse. An all-reduce is a reduce-scatter and an all-gather, so the bytes are the
-same, except for one more all-gather in backward: a rank keeps only its own positions of a block's input, and
-gathers the others again for the gradient of the weight.
+projection; backward does the reverse. An all-reduce is a reduce-scatter and an all-gather, so the bytes are
+the same, except for one more all-gather in backward: a rank keeps only its own positions of a block's input,
+and gathers the other positions again for the gradient of the weight.
 
 Heads and features of a block are split; the vocabulary is split only if an option says so. Otherwise
 embedding, head and loss act on this rank's positions, which gives as many logits as a split vocabulary and

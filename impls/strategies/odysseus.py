@@ -1,9 +1,9 @@
 """Odysseus (github.com/feifeibear/Odysseus-Transformer): attention by tensor and sequence parallelism, MLPs
 on each rank's own positions.
 
-Attention is that of :mod:`spbench.impls.strategies.megatron_sp`: its weights are split over the ranks, its
-input gathered and its output reduce-scattered. Tensor parallelism of an MLP communicates less than the MLP's
-weights where these outnumber a rank's positions, and more where sequences are long. So here the MLP acts on
+Attention works as in :mod:`spbench.impls.strategies.megatron_sp`: its weights are split over the ranks, its
+input gathered and its output reduce-scattered. Tensor parallelism of an MLP sends fewer bytes than the MLP's
+weights have if sequences are short, and more if sequences are long. So here the MLP acts on
 L/N positions with all its features, and sends no activations. Either its weights are whole on every rank, for
 a backend to shard; or each rank has some of their rows and gathers all rows for every matmul, forward and
 backward, and reduce-scatters their gradient, as in ZeRO-3 (the program's LinearZeRO3).

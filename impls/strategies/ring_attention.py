@@ -1,7 +1,7 @@
 """Ring Attention (Liu et al., arXiv 2310.01889), with the placements of Striped Attention (arXiv 2311.09431).
 
 Every rank holds all weights and L/N positions of every sequence. Keys and values travel round a ring, and
-each rank's queries attend to the present block while the next is on its way. A query's state is its output so
+each rank's queries attend to one block while the next block is on its way. A query's state is its output so
 far and the logarithm of its softmax's denominator; merging a further block rescales both (section 3).
 Backward, keys and values travel once more, followed by the sums of their gradients, which are back on the
 block's own rank after N steps.

@@ -1,12 +1,12 @@
 """Tensor parallelism (Megatron-LM, Shoeybi et al., arXiv 1909.08053, section 3).
 
 The first projection of a block is split by columns, the second by rows, so that a block needs one all-reduce
-forward (g, after the row-parallel projection) and one backward (f, before the column-parallel one). Attention
-heads are split with the columns. The embedding, the tied head and the cross entropy are split over the
-vocabulary. Layer norms, dropout and everything else of shape [B, L, H] are replicated.
+forward (g, after the row-parallel projection) and one backward (f, before the column-parallel projection).
+Attention heads are split with the columns. The embedding, the tied head and the cross entropy are split over
+the vocabulary. Layer norms, dropout and everything else of shape [B, L, H] are replicated.
 
-The cross entropy of split logits (torch's ``loss_parallel``) takes three small all-reduces. Without it, as in
-torch's tensor parallelism without ``loss_parallel``, every rank gathers the logits of the whole vocabulary
+The cross entropy of split logits (torch's ``loss_parallel``) takes three small all-reduces. With whole
+logits, as in torch without ``loss_parallel``, every rank gathers the logits of the whole vocabulary
 and computes the loss of all tokens.
 """
 

@@ -8,7 +8,7 @@ backward, which falls with N. (Section 3.2 counts 4 N h / P a link: its N is the
 h our Z A.) The number of heads limits N.
 
 Where keys and values have fewer heads than queries, these heads are sent once if N divides their number, else
-each is repeated, up to the least common multiple with N.
+each head is repeated, up to the least common multiple with N.
 
 A strategy within this one may split the "whole" sequences again, over ranks along another axis. Ulysses
 around Ring Attention is USP (arXiv 2405.07719), where the heads limit only the ranks of Ulysses.

@@ -5,7 +5,7 @@ heads, sends them, attends, and sends the output back. So the buffers for querie
 hold one round: U/Z of the buffers of Ulysses. U is at least N, one head a rank.
 
 With grouped queries, a round takes one query (or more) of each of N groups. Rounds of the same groups follow
-one another and use the same keys and values. These are projected and sent once, and their gradients are
+one another and use the same keys and values, which are projected and sent once, and whose gradients are
 summed before they are sent back.
 
 Backward keeps hidden states and outputs of this rank's positions, and the logarithms of the softmax's

@@ -40,8 +40,12 @@ class InterleavedPipeline:
         step.begin_gathering(*range(min(2, self.turns.chunks)))
         step.take(self.turns.warm_up())
         ahead, period = self.turns.ahead, self.turns.period
-        # all periods do the same, except the first, which allocates the gradients to which others add
-        periods = keyed_steps(self.turns.periods, lambda i: 0, backward_within=True, kept=step.losses)
+        # all periods do the same, except the first, which allocates the gradients to which others add, and
+        # those that put off gradients of the head
+        kind, group = self.runs[0].backend.kind_of_backward, self.turns.group
+        periods = keyed_steps(
+            self.turns.periods, lambda i: kind(i * group), backward_within=True, kept=step.losses
+        )
         for i in periods:
             step.alternate(range(ahead + i * period, ahead + (i + 1) * period))
         step.alternate(range(ahead + self.turns.periods * period, len(self.turns)))

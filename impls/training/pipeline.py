@@ -10,7 +10,7 @@ when a tensor is received into it.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -22,7 +22,7 @@ from spbench.impls.collectives import exchange
 from spbench.impls.composition import Composition, Stage
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.rings import wait_for_device
-from spbench.impls.training.turns import Ahead
+from spbench.impls.training.turns import Turns
 
 
 class StageRun:
@@ -108,32 +108,16 @@ Inputs = Mapping[str, Tensor]
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
-def forwards_ahead(schedule: str, stage: Stage, micro_batches: int) -> int:
-    """The number of micro-batches that a stage runs forward before forwards and backwards alternate."""
-    return micro_batches if schedule == "gpipe" else min(stage.count - 1 - stage.index, micro_batches)
-
-
-def passes(schedule: str, stage: Stage, micro_batches: int) -> Iterator[bool]:
-    """Yields a stage's forwards (True) and backwards (False) of a step, in their order."""
-    ahead = forwards_ahead(schedule, stage, micro_batches)
-    yield from [True] * ahead
-    yield from [True, False] * (micro_batches - ahead)
-    yield from [False] * ahead
-
-
 class Pipeline:
     """Runs the micro-batches of one step on this rank's stage.
 
     Args:
         run: the run of this rank's stage.
-        schedule: "1f1b" or "gpipe".
-        turns: how many micro-batches a step runs, and how many ahead; None: all, and as the schedule says.
+        turns: the order of this rank's forwards and backwards in a step.
     """
 
-    def __init__(
-        self, run: StageRun, around: Composition, schedule: str = "1f1b", turns: Ahead | None = None
-    ):
-        self.of_stage, self.schedule, self.turns = run, schedule, turns
+    def __init__(self, run: StageRun, around: Composition, turns: Turns):
+        self.of_stage, self.turns = run, turns
         self.stage, self.group = around.stage, around.pp_group
 
     def run(
@@ -147,15 +131,14 @@ class Pipeline:
 
         Returns the sum of this rank's shares of the losses, detached; zero but on the last stage.
         """
-        every, stage = len(micro_batches), self.of_stage
-        count, ahead = self.turns or (every, forwards_ahead(self.schedule, self.stage, every))
+        stage, count, ahead = self.of_stage, self.turns.micro_batches, self.turns.ahead
         held: deque[tuple[Tensor | None, Tensor]] = deque()
         losses: list[Tensor] = []
         arrived = None  # the tensor received in the last exchange
         # the first backward allocates gradients to which others add; no micro-batch follows the last one
         steps = keyed_steps(
             count,
-            lambda i: (i < ahead, i == 0, i == ahead, i == count - 1),
+            lambda i: (i < ahead, i == 0, i == ahead, i == count - 1, stage.backend.kind_of_backward(i)),
             backward_within=True,
             kept=losses,
         )
@@ -184,7 +167,7 @@ class Pipeline:
                 gradient = stage.whole(inputs, self._exchange(inputs, receive_backward=True))
                 d_x = stage.backward(*held.popleft(), gradient, scaled, last=not held)
                 self._exchange(inputs, send_backward=d_x)
-        losses += losses[-1:] * (every - count)  # of the micro-batches that a trace leaves out
+        losses += losses[-1:] * (len(micro_batches) - count)  # of the micro-batches that a trace leaves out
         return summed(losses, micro_batches)
 
     def _exchange(

@@ -20,7 +20,7 @@ from spbench.impls.registries import DEFAULT_BACKEND, backend_class
 from spbench.impls.strategies.base import Site, Strategy, shard_of
 from spbench.impls.training.interleaved import InterleavedPipeline
 from spbench.impls.training.pipeline import Pipeline, StageRun
-from spbench.impls.training.turns import Ahead, Turns
+from spbench.impls.training.turns import Turns
 
 __all__ = [
     "PHASES",
@@ -99,7 +99,7 @@ class Training:
         around: Composition | None = None,
         micro_batches: int = 1,
         schedule: str = "1f1b",
-        turns: Turns | Ahead | None = None,
+        turns: Turns | None = None,
         learning_rate: float = 1e-4,
     ):
         self.module, self.strategy, self.micro_batches = module, strategy, micro_batches
@@ -176,7 +176,7 @@ def _pipeline(
     schedule: str,
     around: Composition,
     runs: Sequence[StageRun],
-    turns: Turns | Ahead | None,
+    turns: Turns | None,
     micro_batches: int,
 ) -> Pipeline | InterleavedPipeline:
     """The pipeline that runs micro-batches through a rank's stages.
@@ -188,12 +188,8 @@ def _pipeline(
         raise ValueError(f"schedule is one of {', '.join(SCHEDULES)}, not {schedule!r}")
     if (schedule == "interleaved") != (len(runs) > 1):
         raise ValueError(f"the schedule {schedule} does not run {len(runs)} stages a rank")
-    if len(runs) > 1:
-        if not isinstance(turns, Turns):
-            turns = Turns(around.stage.index, around.stage.count, len(runs), micro_batches)
-        return InterleavedPipeline(runs, around, turns)
-    assert not isinstance(turns, Turns)
-    return Pipeline(runs[0], around, schedule, turns)
+    turns = turns or Turns.of(schedule, around.stage, len(runs), micro_batches)
+    return InterleavedPipeline(runs, around, turns) if len(runs) > 1 else Pipeline(runs[0], around, turns)
 
 
 class Inference:

@@ -1,10 +1,13 @@
-"""The order of a rank's forwards, backwards and messages in a step of Megatron-LM's interleaved pipeline
-(core/pipeline_parallel/schedules.py of NVIDIA/Megatron-LM, commit d98e8a64).
+"""The order of a rank's forwards, backwards and messages in a step of a pipeline: 1F1B, GPipe, and the
+interleaved pipeline of Megatron-LM (core/pipeline_parallel/schedules.py of NVIDIA/Megatron-LM, d98e8a64).
 
 A group of micro-batches passes through a chunk, then through the next; backward takes the chunks the other
 way. A rank runs ahead of its first backward by 2 forwards for each rank after it, and by a group for each
 chunk but one, then alternates. The results of a forward and the backward after it are sent when both are
 done, and waited for (--no-overlap-p2p-communication); or each result is sent when it is made.
+
+1F1B is the schedule of ranks with one chunk each: a rank runs ahead by one forward for each rank after it. In
+GPipe each rank runs ahead by all forwards. There a forward or backward sends and receives in its own phase.
 """
 
 from collections.abc import Iterator
@@ -12,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
+
+from spbench.impls.composition import Stage
 
 #: (name of a method of a step, number of the forward or backward that the method runs or follows); -1: before
 #: the first one
@@ -23,14 +28,6 @@ class Turn(NamedTuple):
 
     chunk: int
     micro_batch: int
-
-
-class Ahead(NamedTuple):
-    """The sizes of a step of a rank with one stage: the number of micro-batches, and the number of forwards
-    before the first backward."""
-
-    micro_batches: int
-    forwards: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,23 @@ class Turns:
     micro_batches: int
     group_size: int | None = None
     overlapped: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        schedule: str,
+        stage: Stage,
+        chunks: int,
+        micro_batches: int,
+        group_size: int | None = None,
+        overlapped: bool = False,
+    ) -> "Turns":
+        """The turns of the rank that holds ``stage``, by the name of its schedule. In 1F1B and GPipe, ranks
+        that run ahead by equally many forwards have equal turns: those of a first rank."""
+        if schedule == "interleaved":
+            return cls(stage.index, stage.count, chunks, micro_batches, group_size, overlapped)
+        after = micro_batches if schedule == "gpipe" else stage.count - 1 - stage.index
+        return cls(0, min(after, micro_batches) + 1, 1, micro_batches)
 
     @property
     def group(self) -> int:
@@ -77,7 +91,8 @@ class Turns:
     @property
     def ahead(self) -> int:
         """The number of forwards before forwards and backwards alternate."""
-        return min(2 * (self.ranks - 1 - self.rank) + (self.chunks - 1) * self.group, len(self))
+        after = self.ranks - 1 - self.rank
+        return min(after if self.chunks == 1 else 2 * after + (self.chunks - 1) * self.group, len(self))
 
     def passes(self, chunk: int) -> Iterator[bool]:
         """Yields the forwards (True) and backwards (False) of one chunk, in their order."""

@@ -11,6 +11,7 @@ import pytest
 
 from tests.api.distributions import contents, environment, pip, succeed
 from tests.api.user_folder import UserFolder
+from tests.grid import data
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,17 +23,7 @@ pytestmark = [
 ]
 
 #: a user's module, and what is wrong in it
-TYPED = """
-import spbench
-
-class Mine(spbench.Strategy):
-    name = "mine"
-
-table = spbench.run("gate", strategies=["lasp"])
-spread = table["peak_memory_bytes"].max()
-cells: list[spbench.Cell] = [*spbench.load_scenario("gate").cells[""]]
-spbench.run(3)
-"""
+TYPED = data(__file__)["TYPED"]
 
 
 def test_links_survive_a_clone(checkout: Path) -> None:

@@ -10,16 +10,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 import spbench
 import spbench.bench.measure.processes.preloaded
+from scripts.public_names import FILE, public_names
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from tests.api.user_folder import NAMES, UserFolder
+from tests.grid import data
 
 HERE = Path(spbench.__file__).parent
+ROOT = Path(__file__).parents[2]
 #: what takes longer to import than everything else
 HEAVY = ("torch", "numpy", "pandas", "pydantic", "yaml", "click", "rich", "matplotlib")
 
@@ -69,15 +73,30 @@ def test_an_unknown_name() -> None:
         spbench.Strategie  # type: ignore[attr-defined]  # noqa: B018
 
 
+def unannounced(names: Iterable[str], announced: str) -> list[str]:
+    """The names whose last word no line on changes has."""
+    return [name for name in names if f"`{name.split()[-1]}`" not in announced]
+
+
+def test_no_public_name_goes_without_a_line_in_the_changelog() -> None:
+    """After a change of names run scripts/public_names.py; a removed one needs a file in .changes too."""
+    committed = FILE.read_text().splitlines()
+    present = public_names()
+    texts = [ROOT / "CHANGELOG.md", *(ROOT / ".changes").glob("*.md")]
+    announced = "".join(path.read_text() for path in texts)
+    assert unannounced({*committed} - {*present}, announced) == []
+    assert present == committed, "run python scripts/public_names.py"
+
+
+def test_a_removed_name_is_missed_until_it_is_announced() -> None:
+    assert unannounced(["option fit --longest"], "`--long` went") == ["option fit --longest"]
+    assert unannounced(["option fit --longest"], "The option `--longest` went.") == []
+
+
 pytest_plugins = ["pytester"]
 
 PLUGIN = ("-p", "spbench.pytest_plugin", "-p", "no:cacheprovider")
-SCENARIO = """
-title: A small step
-defaults: {cluster: dgx-a100}
-groups:
-  - {model: bert-tiny, strategy: ring_self_attention, sizes: {sp: [1, 2]}, batch: 2, seq_len: 32}
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 TEST = """
 def test_memory(spbench):
     spbench.assert_no_worse("my.yaml", baseline="baselines/my")
@@ -120,21 +139,7 @@ def test_a_baseline_is_written_and_held(project: pytest.Pytester) -> None:
 
 
 def test_runs_selections_and_user_errors(project: pytest.Pytester) -> None:
-    project.makepyfile("""
-        def test_run(spbench):
-            table = spbench.run("my.yaml", world_sizes=[2])
-            assert list(table["status"]) == ["ok"]
-
-        def test_subset(spbench):
-            found = spbench.assert_no_worse("my.yaml", baseline="whole", subset=True, world_sizes=[1])
-            assert [(d.verdict, d.allowed) for d in found.differences] == [("missing", True), ("new", False)]
-
-        def test_lacking(spbench):
-            spbench.assert_no_worse("my.yaml", baseline="whole", world_sizes=[1])
-
-        def test_unknown(spbench):
-            spbench.run("other.yaml")
-    """)
+    project.makepyfile(data(__file__)["RUNS"])
     rows = '{"key": "%s", "cell": {}, "status": "ok", "measurement": {"peak_memory_bytes": 1}}\n'
     folder = project.mkdir("whole")
     (folder / "cells.jsonl").write_text(rows % "gone")
@@ -147,33 +152,14 @@ def test_runs_selections_and_user_errors(project: pytest.Pytester) -> None:
 
 def test_pytest_starts_without_torch(project: pytest.Pytester) -> None:
     """In a project that does not use the fixture, and with the workers of xdist."""
-    project.makepyfile("""
-        import sys
-
-        def test_light():
-            heavy = {"torch", "pandas", "numpy", "pydantic", "spbench.bench"} & sys.modules.keys()
-            assert not heavy, heavy
-    """)
+    project.makepyfile(data(__file__)["LIGHT"])
     result = project.runpytest_subprocess(*PLUGIN, "-p", "xdist", "-n", "1")
     result.assert_outcomes(passed=1)
 
 
-ROOT = Path(__file__).parents[2]
-SMALL_SCENARIO = """
-title: Two strategies
-defaults: {model: bert-tiny, batch: 2, seq_len: 24}
-groups:
-  - {strategy: [tensor_parallel, ring_self_attention]}
-"""
+SMALL_SCENARIO = data(__file__)["SMALL_SCENARIO"]
 #: a script without a guard of its main module
-SCRIPT = """
-import spbench
-print("started")
-cell = spbench.Cell(model="bert-tiny", strategy="ring_self_attention", sizes={"sp": 2}, batch=2, seq_len=24)
-cells = [cell.model_copy(update={"engine": engine}) for engine in ("virtual", "distributed")]
-table = spbench.run(cells, jobs=1)
-print(*table["status"], *table["reason"], table["peak_memory_bytes"].nunique())
-"""
+SCRIPT = data(__file__)["SCRIPT"]
 
 
 def cell(**changes: object) -> spbench.Cell:

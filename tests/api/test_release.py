@@ -62,6 +62,20 @@ def test_every_dependency_has_its_version_in_the_constraints() -> None:
     assert names - constrained - {"spbench"} == set()
 
 
+#: files over 500 kB: the baselines of whole papers
+LARGE = {f"results/baseline/{name}/cells.jsonl" for name in ("dsp_throughput", "lasp_scalability")}
+
+
+def test_no_other_file_is_larger_than_500_kb() -> None:
+    """As the hook of .pre-commit-config.yaml holds: a history keeps each version of a large file."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    files = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+    if not files:
+        pytest.skip("this is no checkout")
+    large = {name for name in files if (ROOT / name).stat().st_size > 500 * 1024}
+    assert large == LARGE
+
+
 release = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("build", "twine", "setuptools", "pip")),
     reason="needs the extra release, pip and setuptools, as nothing is downloaded",
@@ -88,7 +102,8 @@ def test_a_wheel_runs_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     pip(python, "install", wheel, cwd=tmp_path)
     (folder := tmp_path / "empty").mkdir()
     command = str(python.parent / "spbench")
-    assert succeed(command, "--version", cwd=folder) == f"spbench {PROJECT['version']}\n"
+    version = succeed(command, "--version", cwd=folder)
+    assert re.fullmatch(rf"spbench {PROJECT['version']}, code [0-9a-f]{{16}}, torch .+\n", version), version
     assert "piz-daint-p100" in succeed(command, "list", "clusters", cwd=folder)
     options = ("--where", "model_options.layers=1,engine=virtual", "--world-size", "2,4")
     printed = succeed(command, "run", "--scenario", "communication", *options, cwd=folder)

@@ -11,15 +11,7 @@ from tests.grid import data
 #: of the folders at the top of the repository
 NAMES = ("bench", "impls", "plots", "results", "scenarios", "scripts", "tests")
 SCENARIO = data(__file__)["SCENARIO"]
-SUITE = """
-import bench_of_mine
-import spbench
-
-def test_mine():
-    assert bench_of_mine.VALUE == 1
-    cell = spbench.Cell(model="bert-tiny", strategy="single", batch=1, seq_len=8)
-    assert spbench.run(cell, jobs=0)["status"].tolist() == ["ok"]
-"""
+SUITE = data(__file__)["SUITE"]
 
 
 class UserFolder:

@@ -2,7 +2,7 @@
 
 ``python tests/benchmarks/short_cuts.py max_seqlen:6 gate:1`` measures every sixth virtual cell of max_seqlen
 and every cell of gate, in one process a short cut; ``SHORT_CUT=NAME pytest -p tests.benchmarks.short_cuts``
-runs tests without one. The numbers stand in docs/internals/performance.md.
+runs tests without one. docs/internals/performance.md says what the short cuts are.
 """
 
 import dataclasses
@@ -46,7 +46,6 @@ _simulator = virtual.ClassTraces.simulator
 _OFF: dict[str, tuple[Any, str, Any]] = {
     "remembered operators": (recorder.operator_results, "key_of", _no_key),
     "repeated steps": (recorder, "choosing_steps", _nothing_chosen),
-    "uncut pieces": (recorder, "nothing_cut", _nothing_chosen),
     "layers put together": (tracing, "few_layers", _all_layers),
     "micro-batches on a line": (virtual, "counts_on_line", _no_key),
     "folding": (virtual.ClassTraces, "simulator", _every_rank),

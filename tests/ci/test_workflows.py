@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from spbench.bench.command_line.cli import COMMANDS
-from spbench.bench.tools.changes.to_pull_requests import MARK
+from spbench.bench.tools.changes.to_reviews import MARK
 from tests.grid import data
 
 ROOT = Path(__file__).parents[2]
@@ -66,16 +66,11 @@ def test_actionlint_finds_nothing() -> None:
 def test_a_workflow_may_only_read_and_a_job_says_what_else_it_needs() -> None:
     rights = {path.stem: loaded(path)["permissions"] for path in WORKFLOWS}
     reads = {"contents": "read"}
-    assert rights == {"ci": reads, "comment": {}, "nightly": reads, "pages": reads}
+    assert rights == {"ci": reads, "comment": {}, "nightly": reads, "pages": reads, "release": reads}
     jobs = {
         name: job.get("permissions", {}) for path in WORKFLOWS for name, job in loaded(path)["jobs"].items()
     }
-    assert {name: found for name, found in jobs.items() if found} == {
-        "comment": {"actions": "read", "pull-requests": "write"},
-        "measure": {"contents": "write"},
-        "deploy": {"pages": "write", "id-token": "write"},
-        "issue": {"issues": "write"},
-    }
+    assert {name: found for name, found in jobs.items() if found} == data(__file__)["RIGHTS"]
 
 
 def test_no_text_of_others_becomes_code() -> None:
@@ -88,10 +83,26 @@ def test_no_text_of_others_becomes_code() -> None:
     assert [name.split("@")[0] for name in uses] == ["actions/download-artifact"]
 
 
-def test_actions_are_githubs_own_and_of_one_version() -> None:
-    used = {found["uses"] for path in WORKFLOWS for found in steps(path) if "uses" in found}
-    assert all(re.fullmatch(r"actions/[a-z-]+@v\d+", name) for name in used)
+def test_actions_are_named_by_the_hash_of_a_commit_with_its_version() -> None:
+    """A tag can be moved to other code, a hash cannot. All but the one that publishes are GitHub's own."""
+    used = {line for path in WORKFLOWS for line in re.findall(r"uses: (.+)", path.read_text())}
+    assert all(re.fullmatch(r"[a-z-]+/[a-z-]+@[0-9a-f]{40} # v[\d.]+", name) for name in used), used
+    owners = {name.split("@")[0] for name in used if not name.startswith("actions/")}
+    assert owners == {"pypa/gh-action-pypi-publish"}
     assert len({name.split("@")[0] for name in used}) == len(used)
+
+
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def test_forms_and_updates_fit_githubs_schemas() -> None:
+    kinds = {"github-issue-forms": [path for path in FORMS if path.stem != "config"]}
+    kinds["dependabot"] = [ROOT / ".github" / "dependabot.yml"]
+    for kind, files in kinds.items():
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{kind}"]
+        done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True, timeout=60)
+        assert files
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def commands() -> Iterator[list[str]]:

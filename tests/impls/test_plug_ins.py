@@ -8,85 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid import data
+
 pytestmark = pytest.mark.slow  # processes that import torch
 
-FILES = {
-    "my_strategy.py": """
-from dataclasses import dataclass
-from spbench.impls.strategies.sequence_chunks import GridOptions
-from spbench.impls.strategies.ulysses import Ulysses
-
-@dataclass(frozen=True)
-class MyOptions(GridOptions):
-    pad_heads: bool = False
-    loud: bool = False
-
-class MyStrategy(Ulysses):
-    name = "my_strategy"
-    options_type = MyOptions
-
-    def linear_in(self, *sizes):
-        if self.options.loud:
-            print("my strategy asked")
-        return super().linear_in(*sizes)
-""",
-    "my_models.py": """
-from dataclasses import replace
-from spbench.impls.registries import all_models
-from spbench.impls.models.bert import BertModel
-
-PRESETS = {"my-model-tiny": BertModel(layers=1, hidden=24, heads=2, vocabulary=32)}
-""",
-    "my_backend.py": """
-from dataclasses import dataclass
-from spbench.impls.backends.legacy_ddp import LegacyDistributedDataParallel
-from spbench.impls.options import Options
-
-@dataclass(frozen=True)
-class MyOptions(Options):
-    gradients: str = "contiguous"
-    mood: str = "good"
-
-class MyBackend(LegacyDistributedDataParallel):
-    name = "my_backend"
-    options_type = MyOptions
-
-    def prepare(self):
-        print("my backend is in a", self.options.mood, "mood")
-        return super().prepare()
-""",
-    "my.dist-info/METADATA": "Metadata-Version: 2.1\nName: my\nVersion: 1\n",
-    "my.dist-info/entry_points.txt": """
-[spbench.strategies]
-mine = my_strategy:MyStrategy
-[spbench.models]
-mine = my_models
-[spbench.backends]
-mine = my_backend:MyBackend
-""",
-    "mine.yaml": """
-title: Of a plug-in
-defaults:
-  model: my-model-tiny
-  strategy: my_strategy
-  sizes: {sp: 2}
-  batch: 2
-  seq_len: 8
-groups:
-  - {training: {backend: my_backend, mood: bad}, strategy_options: {loud: true}}
-""",
-}
+FILES = data(__file__)["FILES"]
 
 
 #: in one process, as it takes seconds to import torch: a sweep without workers, then the command
-RUN_AND_REFUSE = """
-import sys
-import spbench
-from spbench.bench.command_line.cli import exit_code
-
-spbench.run("mine.yaml", output="found", jobs=0)
-sys.exit(exit_code(["run", "--scenario", "wrong.yaml"]))
-"""
+RUN_AND_REFUSE = data(__file__)["RUN_AND_REFUSE"]
 
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

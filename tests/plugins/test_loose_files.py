@@ -76,12 +76,7 @@ def test_workers_elsewhere_without_the_file_are_refused(folder: Path) -> None:
 
 
 #: raises what is no Exception, and has no message
-ODD = """class Odd(BaseException):
-    def __str__(self):
-        raise ValueError
-
-raise Odd
-"""
+ODD = data(__file__)["ODD"]
 
 
 def test_files_of_another_process_must_be_the_same_here(folder: Path) -> None:

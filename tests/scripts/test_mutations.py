@@ -22,29 +22,12 @@ from scripts.schemas import FOLDER, SCHEMAS, scenario, text_of
 from spbench.bench.measure.clusters.rate_tables import RateTable
 from spbench.bench.measure.scenarios.scenario import PACKAGE
 from spbench.bench.yaml_files import packaged, read_yaml
+from tests.grid import data
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
-CODE = '''"""A string, which is left alone."""
-
-
-def clipped(x: int) -> int:
-    return x if x < 10 else 10
-
-
-def unused() -> int:
-    return 1
-'''
-TESTS = """from toy.area import clipped
-
-
-def test_small():
-    assert clipped(3) == 3
-
-
-def test_large():
-    assert clipped(12) == 10
-"""
+CODE = data(__file__)["CODE"]
+TESTS = data(__file__)["TESTS"]
 
 
 @pytest.fixture
@@ -117,29 +100,10 @@ def test_each_kind_of_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from mistakes import mutations
 
-    source = "\n".join(
-        [
-            "é = a + b",
-            "if not c and d >= 1: e.f = g(h, i=True)",
-            "def f(x: int = 2) -> int: raise ValueError(f'{x + 1}')",
-            "x += len(é, y)",
-        ]
-    )
+    source = "\n".join(data(__file__)["SOURCE"])
     made = [*mutations("f.py", source)]
     assert [(each.kind, each.applied(source).splitlines()[each.line - 1]) for each in made] == [
-        ("operator", "é = (a - b)"),
-        ("condition", "if (not (not c and d >= 1)): e.f = g(h, i=True)"),
-        ("operator", "if (not c or d >= 1): e.f = g(h, i=True)"),
-        ("condition", "if (c) and d >= 1: e.f = g(h, i=True)"),
-        ("boundary", "if not c and (d > 1): e.f = g(h, i=True)"),
-        ("constant", "if not c and d >= 2: e.f = g(h, i=True)"),
-        ("deleted line", "if not c and d >= 1: pass"),
-        ("dropped argument", "if not c and d >= 1: e.f = (g(h))"),
-        ("constant", "if not c and d >= 1: e.f = g(h, i=False)"),
-        ("constant", "def f(x: int = 3) -> int: raise ValueError(f'{x + 1}')"),
-        ("operator", "x -= len(é, y)"),
-        ("deleted line", "pass"),
-        ("dropped argument", "x += (len(é))"),
+        (*pair,) for pair in data(__file__)["MISTAKES"]
     ]
     for each in made:
         ast.parse(each.applied(source))
@@ -196,6 +160,10 @@ def test_the_page_has_what_was_measured(script: dict[str, Any], marker: str) -> 
 def test_all_tables_are_in_the_page(script: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "internals" / "performance.md").read_text()
     assert page.count("<!-- end -->") == len(script["TABLES"])
+    largest = [
+        float(line["1,024 ranks"].split()[0]) for line in script["TABLES"]["scale"](script["benchmarks"]())
+    ]
+    assert f"{min(largest):.1f} to {max(largest):.1f} CPU seconds to trace" in page
 
 
 SCRIPT = runpy.run_path(

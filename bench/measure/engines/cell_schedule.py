@@ -8,32 +8,26 @@ from typing import Any, TypeVar
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure.clusters.card_kernels import played_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.impls import Composition, Model, Stage, Turns, Unsupported, model_preset, passes
+from spbench.impls import Composition, Model, Stage, Turns, Unsupported, model_preset
 
 
-def turns_of(cell: Cell, stage: Stage) -> Turns | None:
+def turns_of(cell: Cell, stage: Stage, micro_batches: int | None = None) -> Turns:
     """The turns (forwards and backwards in order) of the rank that holds the pipeline stage ``stage``, in a
-    step of the interleaved schedule; None for any other schedule.
-    """
+    step of a cell with ``micro_batches`` in place of its own; None: its own."""
     training = cell.training
-    if training.schedule != "interleaved":
-        return None
-    return Turns(
-        stage.index,
-        stage.count,
-        training.virtual_stages,
-        training.micro_batches,
-        training.microbatch_group_size,
-        training.overlap_p2p_communication,
-    )
+    sizes = training.virtual_stages, micro_batches or training.micro_batches, training.microbatch_group_size
+    return Turns.of(training.schedule, stage, *sizes, training.overlap_p2p_communication)
+
+
+def puts_off(cell: Cell) -> bool:
+    """Whether a cell's step puts off gradients of some micro-batches, which so differ from the others."""
+    return bool(cell.training.backend_options.get("defer_embedding_wgrad_compute"))
 
 
 def passes_of(cell: Cell, around: Composition) -> list[list[bool]]:
     """For each chunk of layers of a rank, whether each pass is a forward, as :class:`PlannedStep` has it."""
-    turns, training = turns_of(cell, around.stage), cell.training
-    if turns is not None:
-        return [[*turns.passes(chunk)] for chunk in range(turns.chunks)]
-    return [[*passes(training.schedule, around.stage, training.micro_batches)]]
+    turns = turns_of(cell, around.stage)
+    return [[*turns.passes(chunk)] for chunk in range(turns.chunks)]
 
 
 def batch_parts(cell: Cell) -> int:

@@ -19,15 +19,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.cell import Cell, Learning
+from spbench.bench.cell import OWN_STEP, Cell, Learning
+from spbench.bench.measure.engines.class_traces import merged
 from spbench.bench.measure.engines.engine import Engine
+from spbench.bench.measure.engines.own_steps import record_steps
 from spbench.bench.measure.engines.plan import plan
-from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step, refuse_variables
+from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step
 from spbench.bench.measure.engines.step_times import add_step_time, add_timed_steps, remark
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.virtual import merged
+from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.processes.torchrun import check_gpus, ranks_for
+from spbench.bench.measure.steps.fake_world import rank_of_world
+from spbench.bench.measure.steps.step_file import OwnStep, named_lines
+from spbench.bench.measure.steps.step_recorder import StepWatcher
 from spbench.bench.measure.trace.meter import meter_classes
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measurement import Measurement
@@ -49,12 +54,8 @@ class DistributedEngine(Engine):
     summary = "real ranks: Gloo on CPUs, NCCL on GPUs, of this machine or under torchrun; measured time"
     runs_alone = True
     ends_in_time = True
-    on_devices = True
+    on_devices = real_tensors = runs_steps = True
     heeds = frozenset({"timing", "meters", "training.moments", "training.steps", "training.batch_on_device"})
-
-    def check(self, cell: Cell) -> None:
-        super().check(cell)
-        refuse_variables(cell)
 
     def measure(self, cell: Cell) -> Measurement:
         """The step time, communication and peak memory of a cell. The peaks are those of torch's caching
@@ -65,9 +66,9 @@ class DistributedEngine(Engine):
             RankError: a rank failed, ran out of memory or did not answer in time.
         """
         self.check(cell)
-        plan(cell)
-        by_rank = [found for _, found in sorted(launch(cell, measure_rank).items())]
-        result = merged(cell, by_rank)
+        planned, work = plan(cell), _measure_step if cell.strategy == OWN_STEP else measure_rank
+        by_rank = [found for _, found in sorted(launch(cell, work).items())]
+        result = merged(cell, by_rank, planned)
         result.ranks = [entry for found in by_rank for entry in found.ranks]
         result.reason = result.reason or remark(result.ranks)
         samples = by_rank[0].step_time_samples_s
@@ -138,6 +139,21 @@ def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
     return add_timed_steps(
         metered, dist.get_rank(), lambda: training.step(inputs), cell.timing, mesh.device_type
     )
+
+
+def _measure_step(mesh: DeviceMesh, cell: Cell) -> Measurement:
+    """What :func:`measure_rank` measures, of a user's step, whose first steps are metered."""
+    rank, world, own = dist.get_rank(), mesh.size(), OwnStep.of(cell)
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    with (
+        rank_of_world(rank, world, of_node, on_cpu=cell.device == "cpu") as around,
+        named_lines(own.name),
+    ):
+        build, recorder = partial(own.built, own.load()), StepWatcher(mesh, settle_s=SETTLE_S)
+        with no_cyclic_collection(), recorder:
+            run, *_ = record_steps(build, recorder, around)
+        metered = Trace.of(cell, rank, recorder).measurement(capacity=None)
+        return add_timed_steps(metered, rank, run, cell.timing, mesh.device_type)
 
 
 def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = None) -> list[dict[str, float]]:

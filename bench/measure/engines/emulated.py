@@ -25,15 +25,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines.class_traces import ClassTraces, mismatched
 from spbench.bench.measure.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import limit_by_host, usable_memory_bytes
-from spbench.bench.measure.engines.setup import record_step, refuse_variables
+from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.step_times import add_step_time, add_timed_steps, can_time, utilization
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
-from spbench.bench.measure.engines.virtual import ClassTraces, mismatched
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.torchrun import check_gpus
 from spbench.bench.measure.simulator.program import MEMORY_BOUND, Program
@@ -103,7 +103,7 @@ class EmulatedEngine(Engine):
     summary = "one rank of N on a device of this machine: real kernels and memory, modelled communication"
     runs_alone = True
     ends_in_time = True
-    on_devices = True
+    on_devices = real_tensors = True
     heeds = frozenset(
         {
             "rank",
@@ -115,10 +115,6 @@ class EmulatedEngine(Engine):
             "training.alloc_retries",
         }
     )
-
-    def check(self, cell: Cell) -> None:
-        super().check(cell)
-        refuse_variables(cell)
 
     def measure(self, cell: Cell) -> Measurement:
         """The memory, communication and step time of one rank.
@@ -141,7 +137,7 @@ class EmulatedEngine(Engine):
 
     @contextmanager
     def probes(self, cell: Cell) -> Iterator[Callable[[Cell], Measurement]]:
-        refuse_variables(cell)
+        self.check(cell)
         with _player(cell) as play:
             yield lambda at: play(at, at.rank, timed=False)
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Measurement
+from spbench.bench.setting_values import VARIABLES
 from spbench.impls import Place, Unsupported, named_classes, nesting
 
 
@@ -30,6 +31,8 @@ class Engine(ABC):
     runs_alone: ClassVar[bool] = False
     #: whether memory and times are equal in every run on any machine, so that they can be compared exactly
     is_exact: ClassVar[bool] = False
+    #: whether it runs training steps of users' own programs
+    runs_steps: ClassVar[bool] = False
     #: whether tensors are on a device of this machine, of the type that a cell says (``--device``); if not,
     #: all tensors are on the CPU
     on_devices: ClassVar[bool] = False
@@ -38,6 +41,8 @@ class Engine(ABC):
     #: ``training.batch_on_device`` and ``training.alloc_retries``; a scenario with a setting that the
     #: engine ignores is refused
     heeds: ClassVar[frozenset[str]] = frozenset()
+    #: whether tensors are real, so that the engine's processes read :data:`VARIABLES` from their environment
+    real_tensors: ClassVar[bool] = False
     #: whether the engine itself stops a cell at :attr:`Cell.timeout_s`, and reports what its processes did
     ends_in_time: ClassVar[bool] = False
 
@@ -47,6 +52,12 @@ class Engine(ABC):
         Raises:
             Unsupported: the engine does not search, does not train, or ignores a setting of the cell.
         """
+        for name, variable in VARIABLES.items() if self.real_tensors else ():
+            if getattr(cell.training, name) is not None:
+                raise Unsupported(
+                    f"the engine {cell.engine} does not set training.{name}",
+                    f"leave it out, and set {variable} in the environment",
+                )
         if cell.search is not None and type(self).probes is Engine.probes:
             self.probes(cell)
         if cell.learning is not None and type(self).learn is Engine.learn:
@@ -96,16 +107,6 @@ def engine_class(name: str) -> type[Engine]:
     if name not in classes:
         raise KeyError(f"unknown engine {name!r}; choices: {', '.join(classes)}")
     return classes[name]
-
-
-def heeded(engine: str) -> list[str]:
-    """The names of the settings in :attr:`Engine.heeds` of an engine, sorted."""
-    return sorted(engine_class(engine).heeds)
-
-
-def engine_property(engine: str, name: str) -> bool:
-    """The value of a boolean attribute of an engine's class, such as ``on_devices``."""
-    return bool(getattr(engine_class(engine), name))
 
 
 #: positions: kernels treat shorter sequences specially, so that those do not predict longer sequences

@@ -27,7 +27,7 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.measure.engines.distributed import SEED, learned, losses_of_rank
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.plan import plan
-from spbench.bench.measure.engines.setup import build_module, build_training, rank_inputs, refuse_variables
+from spbench.bench.measure.engines.setup import build_module, build_training, rank_inputs
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.bench.measurement import Measurement
 
@@ -45,10 +45,10 @@ class LockstepEngine(Engine):
 
     name = "lockstep"
     summary = "every rank in turn in one process: errors of outputs and gradients against float64"
+    real_tensors = True
 
     def check(self, cell: Cell) -> None:
         super().check(cell)
-        refuse_variables(cell)
         if cell.learning is None:
             _refuse(cell)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from spbench import impls
-from spbench.bench.cell import Cell
+from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.clusters.card_kernels import cannot_run
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines import cell_schedule
@@ -88,13 +88,6 @@ def _heaviest(cell: Cell, ranks: Sequence[int]) -> int:
     return held.index(max(held))
 
 
-def sending_class(cell: Cell, rank: int) -> RankClass:
-    """The class of the ranks that send most bytes in the pipeline stage of ``rank``."""
-    classes = rank_classes(cell)
-    stage = next(each.stage for each in classes if rank in each.ranks)
-    return next(each for each in classes if each.stage == stage)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A cell whose sizes have been checked.
@@ -163,6 +156,21 @@ class Plan:
         return entry.sent_bytes(entry.group_size(self.sizes))
 
 
+class _PlanOfStep(Plan):
+    """The plan of a user's step, whose closed form nobody knows."""
+
+    def difference(
+        self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
+    ) -> list[dict[str, Any]]:
+        return []
+
+
+def plan_of_step(cell: Cell, ranks: Sequence[Sequence[int]]) -> Plan:
+    """The plan of a user's step; ``ranks`` are those of each class."""
+    classes = [RankClass(impls.Stage(), {}, tuple(each)) for each in ranks]
+    return _PlanOfStep(classes, [[] for _ in classes], cell.mesh_sizes)
+
+
 def sent_rows(traffic: Sequence[impls.Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
     """The rows of a closed form, with the columns of :meth:`Plan.formula`."""
     return [
@@ -201,11 +209,14 @@ def composition(cell: Cell, place: impls.Place) -> impls.Composition:
 
 
 def plan(cell: Cell) -> Plan:
-    """Check a cell, and return its rank classes with the closed forms of the messages that they send.
+    """Check a cell, and return its rank classes with the closed forms of the messages that they send. Of a
+    user's step each rank is a class, because only traces tell which ranks are alike.
 
     Raises:
         Unsupported: see :func:`check_sizes`.
     """
+    if cell.strategy == OWN_STEP:
+        return plan_of_step(cell, [[rank] for rank in range(cell.sizes.world)])
     classes = cell_schedule.with_mends(check_sizes, cell)
     traffic = [closed_form(cell, each.first) for each in classes]
     uneven = expert_rows(cell) is not None or shares_whole_weights(cell)

@@ -19,9 +19,11 @@ from functools import cached_property
 from itertools import chain, islice
 
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.impls import Action, Ahead, Turn, Turns
+from spbench.impls import Action, Turn, Turns
 
 _FORWARD, _BACKWARD = ("forward", "pass_on"), ("backward", "pass_back")
+#: the actions that begin a phase; ranks with one chunk have only the first two
+_PHASES = ("forward", "backward", "pass_on", "pass_back")
 #: the action that begins a rank's step: it zeroes gradients, or gathers the weights of the first chunks
 _BEGINS: Action = ("begins", -1)
 #: the most forwards (or backwards) between an action and an earlier one whose tensors it frees or waits for
@@ -32,73 +34,10 @@ _SHORT_GROUPS = (3, 4)
 _GROUPS = 3
 #: the turns of a repeating steady state, and of the two ends of a short step in which none repeats
 _FEWEST = 2 * _NEAR
-#: the most forwards that a short step with a steady state has before its first backward: the first ones, which
-#: may hold or free what no other does, and one more, of which all further ones are copies
-_AHEAD = _NEAR + 1
-#: the most micro-batches that a short step of one run of layers may have
+#: the most micro-batches of a short step of one run of layers
 SHORT = 3 * _FEWEST + 1
-#: the number of the stretch (:meth:`OneRun.stretch`) whose turns are all alike: the steady state
+#: the number of the stretch (:meth:`RankTurns._stretch`) whose turns are all alike: the steady state
 _ALTERNATES = 2
-
-
-@dataclass(frozen=True)
-class OneRun(Turns):
-    """The turns of a rank that holds one run of layers, in 1F1B or in GPipe, where all forwards come before
-    the first backward. A forward and a backward each send and receive in their own phase."""
-
-    forwards_ahead: int = 0
-
-    @classmethod
-    def of(cls, micro_batches: int, ahead: int) -> OneRun:
-        """The turns of any rank that runs ``ahead`` forwards before its first backward."""
-        return cls(0, 1, 1, micro_batches, forwards_ahead=ahead)
-
-    @property
-    def ahead(self) -> int:
-        """The number of forwards that a rank runs before forwards and backwards alternate."""
-        return self.forwards_ahead
-
-    def warm_up(self) -> Iterator[Action]:
-        """The forwards before the first backward."""
-        return (("forward", i) for i in range(self.ahead))
-
-    def alternating(self, forwards: range) -> Iterator[Action]:
-        """The actions of the forwards with these numbers, with the backward that follows each forward."""
-        return chain.from_iterable((("forward", i), ("backward", i - self.ahead)) for i in forwards)
-
-    def cool_down(self) -> Iterator[Action]:
-        """The backwards after the last forward."""
-        return (("backward", i) for i in range(len(self) - self.ahead, len(self)))
-
-    def stretch(self, name: str, number: int) -> tuple[int, int]:
-        """(the number of the stretch of a step in which an action is, the turns since the stretch began). A
-        turn is a forward with the backward after it, or one of the two. The stretches: 0 warm-up forwards,
-        1 forwards with the warm-up's backwards, 2 the alternating rest, 3 the last forward, 4 the warm-up's
-        backwards after it, 5 other backwards, 6 the last backward."""
-        ahead, count = self.ahead, len(self)
-        turn, end = number + ahead * (name == "backward"), count + ahead - 1
-        starts = (0, ahead, 2 * ahead, max(ahead, count - 1), count, max(count, 2 * ahead), end)
-        stretch = max(number for number, start in enumerate(starts) if start <= turn)
-        return stretch, turn - starts[stretch]
-
-    def shorter(self, ahead_at_most: int = _FEWEST) -> Iterator[OneRun]:
-        """Yield the short step from which this step is put together, if a shorter step exists. If it has a
-        steady state, it runs at most that many forwards before its first backward."""
-        both, tail = len(self) - self.ahead, max(0, 2 * self.ahead - len(self))
-        # a rank that is 0 or 1 forwards ahead has no first forwards that differ from its other forwards
-        ahead = self.ahead if self.ahead < _NEAR else _FEWEST
-        if both > self.ahead + _NEAR:  # forwards and backwards alternate until turns repeat
-            ahead = min(ahead, ahead_at_most)
-            # two warm-ups, a repeating steady state, and a last one
-            count = SHORT if ahead_at_most == _FEWEST else 2 * ahead + _FEWEST + 1
-        elif both > self.ahead:
-            count = len(self) - 2 * (self.ahead - ahead)
-        else:
-            both = min(both, _FEWEST)
-            ahead = both + min(tail, _FEWEST - bool(both))
-            count = both + ahead
-        if count < len(self):
-            yield replace(self, micro_batches=count, forwards_ahead=ahead)
 
 
 @dataclass(frozen=True)
@@ -120,11 +59,6 @@ class RankTurns:
     def ahead(self) -> int:
         """The number of forwards before the first backward."""
         return self.of.ahead
-
-    @property
-    def run(self) -> Turns | Ahead:
-        """The turns that :func:`record_step` is told to run."""
-        return Ahead(len(self.of), self.ahead) if isinstance(self.of, OneRun) else self.of
 
     @property
     def _lead(self) -> list[int]:
@@ -152,10 +86,8 @@ class RankTurns:
     def shorter(self) -> Iterator[RankTurns]:
         """Yield the short steps from which this step may be put together, the shortest first."""
         of = self.of
-        if isinstance(of, OneRun):
-            # with gathers a turn's host work depends on how many came before, so that later turns are nearer
-            most = _FEWEST if self.gathers else _AHEAD
-            yield from (replace(self, of=short) for short in of.shorter(most))
+        if of.chunks == 1:
+            yield from self._shorter_of_one_chunk()
             return
         # with overlapped sends a rank waits in turns that the kinds below do not tell apart
         if self.gathers or of.overlapped or of.group != of.ranks or of.micro_batches % of.group:
@@ -179,13 +111,34 @@ class RankTurns:
             of_groups += islice(alike, 1)
         yield from sorted(of_groups, key=lambda short: short._touching != self._touching)
 
+    def _shorter_of_one_chunk(self) -> Iterator[RankTurns]:
+        count, ahead = len(self.of), self.ahead
+        both, tail = count - ahead, max(0, 2 * ahead - count)
+        # a rank that is 0 or 1 forwards ahead has no first forwards that differ from its other forwards
+        short = ahead if ahead < _NEAR else _FEWEST
+        if both > ahead + _NEAR and self.gathers:  # a turn's host work depends on how many came before
+            micro_batches = SHORT
+        elif both > ahead + _NEAR:  # two warm-ups, a steady state until turns repeat, and a last one
+            short = min(short, _NEAR + 1)
+            micro_batches = 2 * short + _FEWEST + 1
+        elif both > ahead:
+            micro_batches = count - 2 * (ahead - short)
+        else:
+            both = min(both, _FEWEST)
+            short = both + min(tail, _FEWEST - bool(both))
+            micro_batches = both + short
+        if micro_batches < count:
+            yield replace(self, of=Turns(0, short + 1, 1, micro_batches))
+
     @cached_property
     def actions(self) -> list[Action]:
         """The actions (name, number) of the rank's step that begin a phase, in order."""
         alternating = self.of.alternating(range(self.ahead, len(self.of)))
         every = chain(self.of.warm_up(), alternating, self.of.cool_down())
-        first = [_BEGINS] * (self.begins or self.of.chunks > 1)
-        return [*first, *(action for action in every if action[0] != "free")]
+        several = self.of.chunks > 1
+        begin_phases = _PHASES if several else _PHASES[:2]
+        first = [_BEGINS] * (self.begins or several)
+        return [*first, *(action for action in every if action[0] in begin_phases)]
 
     @cached_property
     def _places(self) -> dict[Action, int]:
@@ -232,13 +185,24 @@ class RankTurns:
         name, number = action
         return (self.of.forwards if name in _FORWARD else self.of.backwards)[number]
 
+    def _stretch(self, name: str, number: int) -> tuple[int, int]:
+        """(the number of the stretch of a step in which an action of the only chunk is, the turns since the
+        stretch began). A turn is a forward with the backward after it, or one of the two. The stretches: 0
+        warm-up forwards, 1 forwards with the warm-up's backwards, 2 the alternating rest, 3 the last forward,
+        4 the warm-up's backwards after it, 5 other backwards, 6 the last backward."""
+        ahead, count = self.ahead, len(self.of)
+        turn, end = number + ahead * (name == "backward"), count + ahead - 1
+        starts = (0, ahead, 2 * ahead, max(ahead, count - 1), count, max(count, 2 * ahead), end)
+        stretch = max(number for number, start in enumerate(starts) if start <= turn)
+        return stretch, turn - starts[stretch]
+
     def _kind(self, action: Action) -> Hashable:
         """A key that an action shares with every action of which it may be a copy."""
         (name, number), of = action, self.of
         if number < 0:
             return action, of.received(*action) if name != "begins" else None
-        if isinstance(of, OneRun):
-            return name, of.stretch(*action)[0]
+        if of.chunks == 1:
+            return name, self._stretch(*action)[0]
         chunk, micro_batch = self._turn(action)
         outside = name in _FORWARD and number < self.ahead
         ends = micro_batch == 0, name in _BACKWARD and micro_batch == of.micro_batches - 1
@@ -251,8 +215,8 @@ class RankTurns:
         if action[1] < 0:
             return ()
         of, micro_batch = self.of, self._turn(action).micro_batch
-        if isinstance(of, OneRun):
-            stretch, since = of.stretch(*action)
+        if of.chunks == 1:
+            stretch, since = self._stretch(*action)
             # prefer the latest like turn: in earlier turns, tensors of the first turns may still be freed
             return tuple(since > turns for turns in range(SHORT if stretch == _ALTERNATES else _NEAR))
         place, outside = micro_batch % of.group, action[1] >= len(of) - self.ahead

@@ -23,11 +23,9 @@ def run_cell(cell: Cell) -> Measurement:
     """
     engine = engine_class(cell.engine)()
     if cell.search is not None:
-        from spbench.bench.measure.engines.search import (
-            search,  # torch, which a sweep's own process does without
-        )
+        from spbench.bench.measure.engines import search  # torch, which a sweep's own process does without
 
-        return search(cell, engine)
+        return search.search(cell, engine)
     if cell.learning is not None:
         return engine.learn(cell)
     return engine.measure(cell)

@@ -24,6 +24,7 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines.class_traces import ClassTraces
 from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.engine import Candidates, Engine
 from spbench.bench.measure.engines.plan import rank_classes
@@ -35,7 +36,6 @@ from spbench.bench.measure.engines.rank_memory import (
 )
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
@@ -176,10 +176,9 @@ class Boundary:
         self.unit = step * (KERNEL_MULTIPLE // math.gcd(KERNEL_MULTIPLE, asked.step))
         self.low, self.high = 0, asked.limit // self.unit + 1
         self.timed = asked.timed and can_time(candidates.cell)
-        #: the newest probe, the best that fits, and the newest that does not
+        #: the newest probe, and the best that fits
         self.newest: Probe | None = None
         self.best: Probe | None = None
-        self.too_large: Probe | None = None
         self.proof: list[dict[str, Any]] = []
         #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
         self.predicted = 0
@@ -219,8 +218,6 @@ class Boundary:
         fits = probe.measurement.status != "oom"
         if fits:
             self.best = probe
-        else:
-            self.too_large = probe
         largest = traces.traces.index(traces.worst())
         if largest != self.predicted:
             self.predicted = largest
@@ -258,7 +255,7 @@ def largest_that_fits(cell: Cell) -> Measurement:
     boundary = Boundary(candidates, capacity)
     boundary.narrow()
     boundary.refine()
-    chosen = boundary.best or boundary.too_large
+    chosen = boundary.best or boundary.newest
     assert chosen is not None
     measurement = chosen.traces.measurement() if boundary.best else chosen.measurement
     measurement.proof = boundary.proof

@@ -14,7 +14,6 @@ from spbench.bench.measure.engines.cell_schedule import attention_kernel, played
 from spbench.bench.measure.engines.plan import backend_options, composition
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.setting_values import VARIABLES
 
 
 def set_up(
@@ -22,7 +21,7 @@ def set_up(
     mesh: DeviceMesh,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-    turns: impls.Turns | impls.Ahead | None = None,
+    turns: impls.Turns | None = None,
 ) -> tuple[impls.Training | impls.Inference, dict[str, Tensor]]:
     """(the training or inference of a cell on this rank, this rank's inputs by name), on the mesh's device.
     ``generator`` draws the inputs, ``set_weights`` sets the weights; ``turns``: see :func:`record_step`."""
@@ -50,7 +49,7 @@ def build_training(
     mesh: DeviceMesh,
     set_weights: Callable[[nn.Module], None] | None = None,
     cls: type[impls.Strategy] | None = None,
-    turns: impls.Turns | impls.Ahead | None = None,
+    turns: impls.Turns | None = None,
 ) -> tuple[impls.Training, impls.Strategy, impls.Composition]:
     """The training of a cell on this rank, with its strategy and its composition.
 
@@ -74,7 +73,7 @@ def build_training(
         around=around,
         micro_batches=cell.training.micro_batches,
         schedule=cell.training.schedule,
-        turns=turns_of(cell, around.stage) if turns is None else turns,
+        turns=turns or turns_of(cell, around.stage),
     )
     if deferred and set_weights is not None:
         parts, again = training.backend.weight_parts(), partial(_built, cell, strategy, around, "cpu")
@@ -125,7 +124,7 @@ def record_step(
     recorder: Recorder,
     generator: torch.Generator | None = None,
     set_weights: Callable[[nn.Module], None] | None = None,
-    turns: impls.Turns | impls.Ahead | None = None,
+    turns: impls.Turns | None = None,
 ) -> tuple[impls.Training | impls.Inference, dict[str, Tensor]]:
     """Set up and run ``training.steps`` steps under an entered recorder; returns the training or inference,
     and its inputs by name, for further steps.
@@ -178,14 +177,3 @@ def configured_bytes(config: str) -> int:
     adds the products."""
     numbers = [int(number) for number in config.split(":")[1:]]
     return sum(kib * 2**10 * count for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
-
-
-def refuse_variables(cell: Cell) -> None:
-    """Raise :class:`Unsupported` if a cell that runs on real devices has a setting that its processes read
-    from their environment."""
-    for name, variable in VARIABLES.items():
-        if getattr(cell.training, name) is not None:
-            raise impls.Unsupported(
-                f"the engine {cell.engine} does not set training.{name}",
-                f"leave it out, and set {variable} in the environment",
-            )

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster
+from spbench.bench.measure.engines.cell_schedule import puts_off
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.rank_turns import SHORT
 from spbench.bench.measure.simulator.program import Flops
@@ -59,7 +60,7 @@ def counts_on_line(cell: Cell) -> Sequence[int] | None:
     """Three numbers of micro-batches whose steps determine the cell's; None if the cell's own step takes no
     longer to trace than the three."""
     counts = steady_counts(cell, proved=True)
-    worth = cell.sizes.pp > 1 and cell.training.micro_batches >= _WORTH * sum(counts)
+    worth = cell.sizes.pp > 1 and not puts_off(cell) and cell.training.micro_batches >= _WORTH * sum(counts)
     return counts if worth else None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spbench.bench.cell import Cell, Timing
+from spbench.bench.cell import OWN_STEP, Cell, Timing
 from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Precision, load_cluster
 from spbench.bench.measure.devices.telemetry import Telemetry
@@ -142,8 +142,9 @@ def add_step_time(
         priced_by: for a simulated time, the seconds of work without a rate of its own, by its substitute.
     """
     measurement.step_time_s = step_time_s
-    measurement.tokens_per_s = model_preset(*cell.model_arguments).tokens(*cell.shape) / step_time_s
-    measurement.samples_per_s = cell.shape[0] / step_time_s
+    if cell.strategy != OWN_STEP:
+        measurement.tokens_per_s = model_preset(*cell.model_arguments).tokens(*cell.shape) / step_time_s
+        measurement.samples_per_s = cell.shape[0] / step_time_s
     if breakdown is not None:
         cluster = load_cluster(cell.cluster)
         ranks = {**cell.sizes.by_axis, "nodes": -(-cell.sizes.world // cluster.devices_per_node)}
@@ -169,17 +170,19 @@ def add_rates(
     measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
 
 
-def add_parts(measurement: Measurement, timeline: Timeline | StepNumbers) -> None:
-    """Set the parts of a simulated step's computing and exposed communication, and the step's bound."""
-    measurement.parts = dict(timeline.parts)
-    measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
-
-
 def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline | StepNumbers) -> None:
     """Set a measurement's simulated step time with its parts, bound, MFU and FLOPs; status mismatch if the
-    FLOPs of the ranks disagree with the model's."""
+    FLOPs of the ranks disagree with the model's. The FLOPs of the model of a user's step are three times
+    those of forward if the step has a backward, as of a model that is trained whole."""
     add_step_time(measurement, cell, timeline.step_time_s, timeline.breakdown, timeline.priced_by)
-    add_parts(measurement, timeline)
+    measurement.parts = dict(timeline.parts)
+    measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
+    if cell.strategy == OWN_STEP:
+        forward, _, every = timeline.flops
+        model = 3 * forward if every > forward else forward
+        measurement.flops = {"model": model, "forward": forward, "all": every}
+        measurement.mfu = utilization(cell, timeline.step_time_s, model)
+        return
     measurement.mfu = utilization(cell, timeline.step_time_s)
     measurement.flops, wrong = checked_flops(cell, timeline.flops)
     if wrong and measurement.status == "ok":

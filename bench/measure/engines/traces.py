@@ -19,7 +19,7 @@ import json
 import logging
 import platform
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, get_type_hints
@@ -40,7 +40,7 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
-from spbench.impls import WITH_BUFFERS, Ahead, Turns, versions
+from spbench.impls import WITH_BUFFERS, Turns, versions
 
 
 @dataclass(frozen=True)
@@ -162,31 +162,29 @@ def keeping_traces() -> Iterator[None]:
         _cache = before
 
 
-@dataclass
-class Kept:
-    """A place for a trace: the kept trace, or None, in whose place the caller puts the trace it makes."""
-
-    trace: Trace | None = None
-
-
-@contextmanager
-def making(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Iterator[Kept]:
-    """Yields the place of a rank's trace: with the trace that an earlier run has kept, or empty, and then the
-    trace that is put there is kept at the end. One process at a time is in the context for the same trace.
+def kept_trace(
+    make: Callable[[Cell, int, bool, Turns | None], Trace],
+    cell: Cell,
+    rank: int,
+    events: bool,
+    turns: Turns | None = None,
+) -> Trace:
+    """The trace of a rank that an earlier run has kept, or else the trace that ``make`` returns, which is
+    kept. One process at a time makes a trace.
 
     Args:
+        make: called with the other arguments.
         events: whether the trace has a program.
         turns: the turns of the traced step, if it runs other turns than the cell.
     """
+    asked = cell, rank, events, turns
     if _cache is None:
-        yield Kept()
-        return
-    key = trace_key(cell, rank, events, turns)
+        return make(*asked)
+    key = trace_key(*asked)
     with _cache.making(key):
-        kept = Kept(earlier := _read(_cache, key, cell))
-        yield kept
-        if kept.trace is not None and kept.trace is not earlier:
-            _cache.write(key, to_bytes(kept.trace))
+        if (trace := _read(_cache, key, cell)) is None:
+            _cache.write(key, to_bytes(trace := make(*asked)))
+    return trace
 
 
 def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
@@ -200,7 +198,7 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
 
 
-def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> str:
+def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> str:
     """The digest (SHA-256, in hexadecimal) of all settings, code and versions on which a trace depends."""
     settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
     # these settings matter only after a trace is made
@@ -211,7 +209,7 @@ def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None =
         "cell": settings,
         "rank": rank,
         "events": events,
-        "turns": asdict(turns) if isinstance(turns, Turns) else turns,
+        "turns": turns and asdict(turns),
         # the attention kernel whose buffers a trace contains; "": no kernel with buffers
         "buffers": kernel if kernel in WITH_BUFFERS and cell.precision in ("fp16", "bf16") else "",
         "code": code_digest(),

@@ -22,13 +22,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.cell_schedule import turns_of
+from spbench.bench.measure.engines.cell_schedule import puts_off, turns_of
 from spbench.bench.measure.engines.deepened_traces import DeepTrace, Effort, few_layers
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import RankClass, check_sizes, plan, stage_module
-from spbench.bench.measure.engines.rank_turns import OneRun, RankTurns
+from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.setup import record_step, workspace_bytes
-from spbench.bench.measure.engines.traces import Trace, making
+from spbench.bench.measure.engines.traces import Trace, kept_trace
 from spbench.bench.measure.engines.turn_parts import program_of, put_together
 from spbench.bench.measure.processes.starting import MEET, environment_with
 from spbench.bench.measure.trace.meter import meter_classes
@@ -40,7 +40,7 @@ from spbench.bench.measure.trace.torch_internals import (
     disable_fake_tensor_cache,
     too_large_unsupported,
 )
-from spbench.impls import Ahead, Turns, Unsupported, backend_class, device_mesh, forwards_ahead, whole_mesh
+from spbench.impls import Turns, Unsupported, backend_class, device_mesh, whole_mesh
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every
@@ -102,7 +102,7 @@ def trace(
     events: bool = False,
     effort: Effort = "proved",
     checked: bool = False,
-    turns: Turns | Ahead | None = None,
+    turns: Turns | None = None,
 ) -> Trace:
     """Run the steps of ``rank`` on fake tensors and return the trace, with the workspaces of the cell's
     cluster; with ``events`` also the order of operators and communication, which a step time needs.
@@ -134,9 +134,7 @@ def trace(
 trace_rank = trace
 
 
-def _put_together(
-    cell: Cell, rank: int, events: bool, effort: Effort, turns: Turns | Ahead | None
-) -> Trace | None:
+def _put_together(cell: Cell, rank: int, events: bool, effort: Effort, turns: Turns | None) -> Trace | None:
     """The trace put together from the traces of few layers; None if that is not quicker, or not exact."""
     try:
         few = few_layers(cell, rank, effort)
@@ -155,15 +153,12 @@ def _put_together(
         return None
 
 
-def _kept(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Trace:
+def _kept(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:
     """The trace of a rank with all layers of the cell, read from disk if it is kept there."""
-    with making(cell, rank, events, turns) as kept:
-        if kept.trace is None:
-            kept.trace = _traced(cell, rank, events, turns)
-    return kept.trace
+    return kept_trace(_traced, cell, rank, events, turns)
 
 
-def _traced(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Trace:
+def _traced(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:
     check_internals()
     further = meter_classes(cell.meters)
     with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), no_cyclic_collection():
@@ -192,7 +187,7 @@ def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace
         NotAlike: the schedule is not 1F1B, or the cell has too few micro-batches.
     """
     count, schedule, fewer = cell.training.micro_batches, cell.training.schedule, []
-    if schedule != "1f1b" or count < cell.sizes.pp + 2:
+    if schedule != "1f1b" or count < cell.sizes.pp + 2 or puts_off(cell):
         raise NotAlike("turns of several runs of layers, or too few of them")
     for each, traced in zip(classes, traces, strict=True):
         assert traced.program is not None
@@ -219,6 +214,8 @@ def stage_traces(
     Raises:
         NotAlike: no short step determines the trace with fewer micro-batches.
     """
+    if cell.sizes.pp == 1 or cell.meters or takes_plain_path():
+        return [trace(cell, each.first, events=events, checked=True) for each in classes]
     alike: dict[tuple[Hashable, RankTurns, RankTurns], list[int]] = {}
     for each in classes:
         whole, turns = _turns(cell, each), _turns(cell, each, micro_batches)
@@ -240,20 +237,16 @@ def stage_traces(
 def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort: Effort = "proved") -> Trace:
     """The trace of the first rank of one class; arguments as of :func:`trace`. ``effort`` has no effect on
     pipeline stages, whose traces are always proved."""
-    if cell.sizes.pp > 1 and not cell.meters and not takes_plain_path():
+    if cell.sizes.pp > 1:
         check_sizes(cell)
         return stage_traces(cell, [ranks], events=events)[0]
     return trace(cell, ranks.first, events=events, effort=effort)
 
 
 def _turns(cell: Cell, each: RankClass, micro_batches: int | None = None) -> RankTurns:
-    training, backend = cell.training, backend_class(cell.training.backend)
-    count = micro_batches or training.micro_batches
-    turns = turns_of(cell, each.stage)
-    if turns is None:
-        turns = OneRun.of(count, forwards_ahead(training.schedule, each.stage, count))
+    backend = backend_class(cell.training.backend)
     gathers = "parameters" in (backend.shares_out or ())
-    return RankTurns(replace(turns, micro_batches=count), backend.zeroes_in_step, gathers)
+    return RankTurns(turns_of(cell, each.stage, micro_batches), backend.zeroes_in_step, gathers)
 
 
 def _from_short_step(
@@ -266,15 +259,15 @@ def _from_short_step(
         traced: the traces of short steps, to which further short steps are added.
     """
     for short in whole.shorter():
-        if len(short) > len(whole):
+        if len(short) > len(whole) or puts_off(cell):
             continue
         if short not in traced:
             # its program says which calls communicate in which turn
-            traced[short] = trace(cell, rank, events=True, checked=True, turns=short.run)
+            traced[short] = trace(cell, rank, events=True, checked=True, turns=short.of)
         try:
             return put_together(traced[short], short, turns)
         except NotAlike as error:
-            _log.info("rank %s of %s is not as %s: %s", rank, cell.key, short.run, error)
+            _log.info("rank %s of %s is not as %s: %s", rank, cell.key, short.of, error)
     return None
 
 

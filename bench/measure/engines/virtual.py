@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.card_kernels import RatesUnknown
-from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
+from spbench.bench.cell import OWN_STEP, Cell
+from spbench.bench.measure.engines.class_traces import ClassTraces
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
-from spbench.bench.measure.engines.rank_memory import limit_by_host, usable_memory_bytes
+from spbench.bench.measure.engines.own_steps import step_traces
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.rank_memory import usable_memory_bytes
 from spbench.bench.measure.engines.step_line import (
     StepNumbers,
     calls_on_line,
     counts_on_line,
     on_line,
 )
-from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
+from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import (
     ShortSteps,
     no_cyclic_collection,
     stage_traces,
     takes_plain_path,
-    trace,
-    without_one,
 )
-from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
-from spbench.bench.measure.simulator.simulate import Simulator
-from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
-from spbench.impls import model_preset
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +38,7 @@ class VirtualEngine(Engine):
     name = "virtual"
     summary = "fake tensors on fake ranks: exact bytes and memory, simulated time; no GPU, no data"
     is_exact = True
+    runs_steps = True
     heeds = frozenset({"meters"}) | frozenset(
         f"training.{name}" for name in ("moments", "steps", "batch_on_device", "alloc_retries", "cuda_graph")
     )
@@ -62,155 +55,14 @@ class VirtualEngine(Engine):
         Raises:
             Unsupported: the strategy cannot run these sizes.
         """
+        if cell.strategy == OWN_STEP:
+            traces = step_traces(cell)
+            measurement, precision = traces.measurement(), traces.cell.precision
+            if precision != cell.precision:
+                other = f"priced in {precision}, as most of its matmuls are; set precision: {precision}"
+                measurement.reason = measurement.reason or other
+            return measurement
         return measured(cell)[0]
-
-
-def largest(by_rank: Sequence[Measurement]) -> Measurement:
-    """The measurement of a rank that runs out of memory, or else the one with the largest peak."""
-    return max(by_rank, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
-
-
-def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
-    """The measurement of a cell from the measurements of at least the first rank of each class.
-
-    Memory is that of a rank that runs out of memory, or else of the rank with the largest peak. The status is
-    oom if the ranks of a node hold more in host memory than the node has. Communication and closed form are
-    those of the ranks that send most in that rank's pipeline stage (the last rank of a ring may send
-    nothing). The status is mismatch if the bytes of any rank differ from its closed form.
-    """
-    worst = largest(by_rank)
-    by_class = [entry for m in by_rank for entry in m.by_class if entry["rank"] == m.peak_rank]
-    sender = sending_class(cell, worst.peak_rank).first
-    sends = next(m for m in by_rank if m.peak_rank == sender)
-    differences = [entry for m in by_rank for entry in m.formula_difference]
-    changes = {
-        "by_class": by_class,
-        "communication": sends.communication,
-        "formula": sends.formula,
-        "formula_difference": differences,
-        "unpriced_operators": {name: n for m in by_rank for name, n in m.unpriced_operators.items()},
-    }
-    measurement = worst.model_copy(update=changes)
-    return mismatched(limit_by_host(measurement, cell, by_rank))
-
-
-def mismatched(measurement: Measurement) -> Measurement:
-    """The same measurement, with the status mismatch if meter and closed form disagree."""
-    if measurement.formula_difference:
-        measurement.status, measurement.reason = "mismatch", _mismatch(measurement.formula_difference)
-    return measurement
-
-
-def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
-    first = differences[0]
-    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-    return (
-        f"{first['phase']} {first['collective']} on rank {first['rank']}: {first['metered_bytes']} bytes, "
-        f"{first['formula_bytes']} by the closed form{more}"
-    )
-
-
-@dataclass(frozen=True)
-class ClassTraces:
-    """A trace of the first rank of each of a cell's :func:`rank_classes`, in their order.
-
-    Attributes:
-        planned: the plan of the cell.
-        fold: whether a simulation leaves out ranks with equal times, see :class:`Simulator`.
-        of_all: the measurement of each class in a step of all micro-batches, if the traces have only a few.
-    """
-
-    cell: Cell
-    planned: Plan
-    traces: Sequence[Trace]
-    fold: bool = True
-    of_all: Sequence[Measurement] | None = None
-
-    @property
-    def classes(self) -> Sequence[RankClass]:
-        """The cell's rank classes."""
-        return self.planned.classes
-
-    @cached_property
-    @no_cyclic_collection()
-    def by_class(self) -> list[Measurement]:
-        """The measurement of each class's first rank, without times."""
-        if self.of_all is not None:
-            return [*self.of_all]
-        capacity = usable_memory_bytes(self.cell, self.planned)
-        return [trace.measurement(capacity, self.planned) for trace in self.traces]
-
-    def measurement(self) -> Measurement:
-        """The cell's measurement, with times if the programs were recorded and the step fits."""
-        measurement = self.memory_measurement()
-        if measurement.status == "ok":
-            self.add_time(measurement)
-        return measurement
-
-    @no_cyclic_collection()
-    def add_time(
-        self, measurement: Measurement, simulated: Callable[[], Timeline | StepNumbers] | None = None
-    ) -> None:
-        """Set a measurement's step time and its parts, if the programs were recorded; if the cluster lacks a
-        rate that the programs need, the measurement's reason says so.
-
-        Args:
-            simulated: returns the simulated step; None: a simulation of these programs.
-        """
-        if not self.timed:
-            return
-        try:
-            timeline = self.simulator()() if simulated is None else simulated()
-        except RatesUnknown as error:
-            measurement.reason = measurement.reason or f"no time: {error}"
-        else:
-            add_simulated_time(measurement, self.cell, timeline)
-
-    def memory_measurement(self) -> Measurement:
-        """The cell's measurement without times."""
-        load = {"imbalance": imbalance(self.cell), **expert_load(self.cell)}
-        return merged(self.cell, self.by_class).model_copy(update=load)
-
-    @property
-    def timed(self) -> bool:
-        """Whether the order of events was recorded, which a step time needs."""
-        return all(trace.program is not None for trace in self.traces)
-
-    def without_one(self) -> ClassTraces:
-        """These traces with programs of one micro-batch less; see :func:`.tracing.without_one`.
-
-        Raises:
-            NotAlike: the traces do not determine those programs.
-        """
-        return replace(self, traces=without_one(self.cell, self.classes, self.traces))
-
-    def worst(self) -> Trace:
-        """The trace of a class that runs out of memory, or else of the class with the largest peak."""
-        return self.traces[self.by_class.index(largest(self.by_class))]
-
-    def simulator(self, cluster: Cluster | None = None, kernel: str | None = None) -> Simulator:
-        """A simulator of all ranks. ``cluster`` and ``kernel`` replace the cell's cluster and its model's
-        attention kernel.
-
-        Raises:
-            RatesUnknown: the cluster lacks a figure.
-            ValueError: the programs were not recorded.
-        """
-        axis = marked_axis(self.cell)
-        programs = [trace.program for trace in self.traces if trace.program is not None]
-        if len(programs) < len(self.traces):
-            raise ValueError(f"{self.cell.key} was traced without its events, which a simulation needs")
-        return Simulator(
-            programs,
-            [each.ranks for each in self.classes],
-            cluster or load_cluster(self.cell.cluster),
-            self.cell.precision,
-            model_parameters(self.cell),
-            self.fold,
-            kernel or model_preset(*self.cell.model_arguments).attention_kernel,
-            None if axis is None else [*self.cell.mesh_sizes].index(axis),
-            self.cell.training.cuda_graph,
-        )
 
 
 def trace_classes(cell: Cell, *, events: bool = False, short: ShortSteps | None = None) -> ClassTraces:
@@ -222,12 +74,9 @@ def trace_classes(cell: Cell, *, events: bool = False, short: ShortSteps | None 
     Raises:
         Unsupported: the strategy cannot run these sizes.
     """
-    planned, plain = plan(cell), takes_plain_path()
-    if cell.sizes.pp == 1 or cell.meters or plain:
-        traces = [trace(cell, each.first, events=events, checked=True) for each in planned.classes]
-    else:
-        traces = stage_traces(cell, planned.classes, events=events, short=short)
-    return ClassTraces(cell, planned, traces, fold=not plain)
+    planned = plan(cell)
+    traces = stage_traces(cell, planned.classes, events=events, short=short)
+    return ClassTraces(cell, planned, traces, fold=not takes_plain_path())
 
 
 def measured(

@@ -27,8 +27,6 @@ SMALL_LIMIT = 1 * MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 LARGE_SEGMENT_LIMIT = 10 * MIB
-#: large segments are a multiple of this many bytes
-SEGMENT_GRANULE = 2 * MIB
 
 
 def rounded(nbytes: np.ndarray) -> np.ndarray:
@@ -73,6 +71,8 @@ class CachingAllocator:
         new_segments: how many requests no free block could serve; only these add or return segments.
     """
 
+    #: large segments are a multiple of this many bytes
+    segment_granule: ClassVar[int] = 2 * MIB
     #: the fewest remaining bytes of a large block that are split off as a free block
     least_rest: ClassVar[int] = SMALL_LIMIT + GRANULE
     #: whether the allocator returns cached segments to a full card and tries the request again
@@ -159,7 +159,7 @@ class CachingAllocator:
         elif size < LARGE_SEGMENT_LIMIT:
             segment = LARGE_SEGMENT
         else:
-            segment = -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE
+            segment = -(-size // self.segment_granule) * self.segment_granule
         if not self._has_room(segment):
             if self.retries:
                 self._make_room(size, segment, pool)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from spbench.bench.measure.processes import starting
@@ -61,6 +62,15 @@ class Child:
     @property
     def alive(self) -> bool:
         return self.process.is_alive()
+
+    def work_so_far(self) -> str:
+        """The times that the main thread of the process has worked for, while it sleeps; "" while it works,
+        or where the system does not say."""
+        pid = self.process.pid
+        with suppress(OSError):
+            state, *rest = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+            return " ".join(rest[10:12]) if state == "S" else ""
+        return ""
 
     def send(self, content: Any) -> None:
         """Send an object that can be pickled. A dead process raises nothing here, but in :meth:`receive`."""

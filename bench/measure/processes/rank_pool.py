@@ -13,11 +13,13 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -41,8 +43,6 @@ from spbench.bench.measure.processes.staged_group import STAGED, register
 from spbench.bench.measure.processes.starting import FILES_OF_GROUP, FILES_OF_RANK, MEET, check_open_files
 from spbench.impls import Unsupported, device_mesh, exits_refused, printed, share_files, told, whole_mesh
 
-__all__ = ["RankError", "RankPool", "Ranks"]
-
 #: backends of torch.distributed, by the type of the tensors' devices
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -51,6 +51,8 @@ _LOOPBACK = "127.0.0.1"
 _REACHED_S = 10.0
 #: seconds after its job's limit at which a collective fails: the job's own failure names the silent rank
 _LATER_S = 60.0
+#: seconds between two looks at whether ranks work
+_LOOK_S = 0.5
 #: the beginnings of torch's messages when its CPU allocator gets no memory from the system
 _NO_CPU_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
@@ -72,6 +74,7 @@ class Ranks(ABC):
         function: Callable[..., Any],
         *args: Any,
         timeout_s: float | None = None,
+        idle_s: float | None = None,
         device: str = "cpu",
         backend: str = "",
     ) -> list[Any]:
@@ -81,6 +84,7 @@ class Ranks(ABC):
             sizes: the number of ranks along each axis of the mesh; 1 along an axis without an entry.
             function: a function of a module that the ranks can import; its arguments and result are pickled.
             timeout_s: seconds after which the job fails and its processes are killed, and then replaced.
+            idle_s: seconds after which the job fails if the ranks of a :class:`RankPool` only wait.
             device: the type of the devices of the ranks' tensors.
             backend: a backend of torch.distributed; "": Gloo on CPUs, NCCL with a GPU for each rank.
 
@@ -91,7 +95,7 @@ class Ranks(ABC):
         # pickled before any rank starts, so that the caller gets the error if this cannot be pickled
         work = pickle.dumps((function, args))
         limit = self.timeout_s if timeout_s is None else timeout_s
-        job = RankJob(0, whole_mesh(sizes), device, backend or BACKENDS[device], limit, work)
+        job = RankJob(0, whole_mesh(sizes), device, backend or BACKENDS[device], limit, work, idle_s=idle_s)
         if job.ranks > self.size:
             raise ValueError(f"a job on {job.ranks} ranks does not fit in a pool of {self.size}")
         return self._run(job)
@@ -288,7 +292,7 @@ class RankPool(Ranks):
         try:
             for rank, process in enumerate(self._processes[: job.ranks]):
                 process.give(job, rank)
-            return collect(job.ranks, job.timeout_s, self._next_answer)
+            return collect(job.ranks, job.timeout_s, partial(self._next_answer, job.idle_s))
         except RankError as error:
             if error.status == "timeout":
                 hung = [self._processes[rank].process.pid for rank in error.silent]
@@ -304,10 +308,17 @@ class RankPool(Ranks):
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _next_answer(self, waiting: Collection[int], timeout_s: float) -> RankAnswer | None:
+    def _next_answer(
+        self, idle_s: float | None, waiting: Collection[int], limit_s: float
+    ) -> RankAnswer | None:
         by_connection = {self._processes[rank].connection: self._processes[rank] for rank in waiting}
-        ready = wait(list(by_connection), timeout_s)
-        return by_connection[ready[0]].answer() if ready else None  # type: ignore[index]
+        deadline, work, since = time.monotonic() + limit_s, [""], time.monotonic()
+        while not (ready := wait([*by_connection], min(limit_s, _LOOK_S) if idle_s else limit_s)):
+            before, work = work, [each.work_so_far() for each in by_connection.values()]
+            since = since if work == before and all(work) else time.monotonic()
+            if time.monotonic() >= min(deadline, since + (idle_s or limit_s)):
+                return None
+        return by_connection[ready[0]].answer()  # type: ignore[index]
 
     def _kill(self) -> None:
         for process in self._processes:

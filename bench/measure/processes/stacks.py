@@ -170,6 +170,7 @@ class RankJob:
         device: the type of the devices of the tensors: "cpu" or "cuda".
         backend: a backend of torch.distributed.
         timeout_s: after so many seconds the job has failed.
+        idle_s: after so many seconds in which its ranks only wait, the job has failed; None: not for that.
         work: a function of a module and its arguments, pickled; it is called with the mesh before these.
         fresh: whether processes are started for this job alone.
         files: the digests of users' files that the work may need (:func:`file_digests`).
@@ -182,6 +183,7 @@ class RankJob:
     timeout_s: float
     work: bytes
     fresh: bool = False
+    idle_s: float | None = None
     files: Mapping[str, str] = field(default_factory=file_digests)
 
     @property
@@ -218,7 +220,7 @@ def collect(
 
     Args:
         next_answer: called with the ranks that have not answered and seconds; returns the answer of one of
-            them, or None if there is none in that time.
+            them, or None if there is none in that time, or if all of them only wait.
 
     Raises:
         RankError: a rank failed, or did not answer in time. If several failed, the first is the cause: the
@@ -246,6 +248,7 @@ def collect(
         raise error
     if waiting:
         ranks_named = f"rank{'s' if len(waiting) > 1 else ''} {', '.join(map(str, sorted(waiting)))}"
-        what = f"{NO_END} {timeout_s:g} s, no answer from {ranks_named}"
+        limit = f"{NO_END} {timeout_s:g} s" if time.monotonic() >= deadline else "nothing but waiting"
+        what = f"{limit}, no answer from {ranks_named}"
         raise RankError(min(waiting), what, "timeout", sorted(waiting))
     return values

@@ -2,19 +2,21 @@
 
 import ast
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from spbench import impls
-from spbench.bench.cell import Cell, TrainingOptions, requirements
+from spbench.bench.cell import OWN_STEP, Cell, TrainingOptions, requirements
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_file, resolved
 from spbench.bench.measure.engines.engine import Candidates, engine_class, engine_classes, quantities
 from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.steps.step_file import OwnStep
 from spbench.bench.measure.trace.meter import meters
-from spbench.bench.setting_values import remote_name
+from spbench.bench.setting_values import names_a_step, read_model_file, remote_name
+from spbench.bench.yaml_files import read_yaml
 
 #: for each kind of name, the function that returns the classes or objects of that kind by name
 OF_CLASSES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
@@ -36,39 +38,20 @@ def names(kind: str) -> list[str]:
     return list(every) if kind in ("engine", "meter", "quantity") else sorted(every)
 
 
-#: names that other programs use, by kind, and spbench's name for the same
-ELSEWHERE = {
-    "strategy": {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"},
-    "backend": {
-        **dict.fromkeys(("fsdp", "fsdp2"), "zero3 (fully_shard), or fsdp_flat (one flat buffer a layer)"),
-        "ddp": "legacy_ddp",
-    },
-}
-
-
-#: by kind of name, the user's files whose path may replace a name
-FILES = {"strategy": ".py file", "model": "config.json or .py file"}
-#: by kind of name, the word for it in spbench list
-LISTED = {
-    **{
-        kind: f"{kind}s"
-        for kind in ("model", "peer", "backend", "engine", "meter", "figure", "cluster", "scenario")
-    },
-    "strategy": "strategies",
-    "quantity": "quantities",
-    "as-published": "as-published",
-}
+#: words on kinds of names, which the file explains
+NAMES = read_yaml(Path(__file__).with_name("names.yaml"))
+LISTED: dict[str, str] = NAMES["listed"]
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     """The message on a name of this ``kind`` that does not exist, and on what to write instead."""
     if kind == "model":
         allowed = [*allowed, *(each.name for each in impls.published_models())]
-    here = ELSEWHERE.get(kind, {}).get(name.lower())
+    here = NAMES["elsewhere"].get(kind, {}).get(name.lower())
     listed = LISTED.get(kind)
     mend = f"; here that is {here}" if here else suggestion(name, allowed, f"spbench list {listed}")
     mend = (remote_name(name) if kind == "model" else "") or mend
-    file = f"; or give the path of a {FILES[kind]}" if kind in FILES else ""
+    file = f"; or give the path of a {NAMES['files'][kind]}" if kind in NAMES["files"] else ""
     return f"unknown {kind} {shown(name)}{mend}{file}"
 
 
@@ -79,13 +62,6 @@ def check_known(kind: str, given: Iterable[str], allowed: Sequence[str] | None =
     for name in given:
         if name not in listed:
             raise UserError(unknown(kind, name, listed))
-
-
-#: by kind, what a user's file must define
-_IN_FILES = {
-    "model": "mapping PRESETS of models",
-    "strategy": "class derived from spbench.Strategy with a name",
-}
 
 
 def _may_have(kind: str, path: Path) -> bool:
@@ -126,7 +102,7 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         raise UserError(f"unknown {kind} {shown(text)}: there is no file {path}")
     if not _may_have(kind, path):
         mend = "a script that trains is read by spbench import, beside its configuration"
-        raise UserError(f"{path}: has no {_IN_FILES[kind]}, so it is not run; {mend}")
+        raise UserError(f"{path}: has no {NAMES['in_files'][kind]}, so it is not run; {mend}")
     try:
         module = impls.add_file(path)
     except KeyboardInterrupt:
@@ -141,7 +117,7 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
     else:
         defined = [each for each, cls in impls.all_strategies().items() if cls.__module__ == module.__name__]
     if not defined:
-        raise UserError(f"{path}: has no {_IN_FILES[kind]}")
+        raise UserError(f"{path}: has no {NAMES['in_files'][kind]}")
     if name and name not in defined:
         raise UserError(f"{path}: {unknown(kind, name, defined)}")
     return [name] if name else defined
@@ -215,3 +191,39 @@ def option_mistakes(
         return [([], str(error))]
     mistakes += [([name], message) for name, message in impls.values_without_effect(options, here)]
     return mistakes + [([], problem) for problem in getattr(options, "problems_of_sizes", ())]
+
+
+def with_step(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings of a cell of a user's step, which the key ``step`` names in place of a model; UserError if
+    it is no step. The step's file is looked for in ``folder``."""
+    if not names_a_step(step := str(content["step"])):
+        raise UserError(f"{step}: write FILE.py:FUNCTION, such as step.py:train")
+    others = {name: value for name, value in content.items() if name != "step"}
+    own = {"model": Path(step).name, "model_config_json": read_model_file(step, folder), "strategy": OWN_STEP}
+    return {"precision": "bf16", **others, **own}
+
+
+#: what the cell of a user's step may set, of all settings, sizes and training
+_OF_STEPS = {
+    "": (
+        *("model", "strategy", "sizes", "cluster", "engine", "device", "precision", "training", "timing"),
+        *("variant", "model_config_json"),
+    ),
+    "sizes": ("dp",),
+    "training": ("cuda_alloc_conf", "cublas_workspace", "alloc_retries"),
+}
+
+
+def step_mistakes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The mistakes in the cell of a user's step, each as (path in the cell, message)."""
+    settings = cell.model_dump(exclude_defaults=True)
+    for section, may in _OF_STEPS.items():
+        for name in {*(settings.get(section, {}) if section else settings)} - {*may}:
+            path = tuple(filter(None, (section, name)))
+            yield path, "a step of your own makes its own model, batch and layout of ranks; leave it out"
+    if not engine_class(cell.engine).runs_steps:
+        yield ("engine",), f"the engine {cell.engine} runs no steps of users' own"
+    try:
+        OwnStep.of(cell)
+    except UserError as error:
+        yield ("step",), str(error)

@@ -14,16 +14,19 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 
-from spbench.bench.cell import Cell, strategy_axes
+from spbench.bench.cell import OWN_STEP, Cell, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.scenarios.choices import (
+    NAMES,
     cell_names,
     names,
     option_mistakes,
+    step_mistakes,
     strategy_problem,
     unknown,
+    with_step,
 )
 from spbench.bench.setting_values import DOCUMENTS, names_a_file, read_model_file, with_documents
 from spbench.bench.yaml_files import dotted, first_problem, merge
@@ -32,14 +35,8 @@ from spbench.impls import unused_axes
 Path_ = tuple[str, ...]
 
 
-#: settings without effect in some cells; of these, those of pipelines, and those without effect in training
-_PARTLY_HEEDED = (
-    *("rank", "timing", "meters", "training.schedule", "training.stage_layers", "training.moments"),
-    *("training.steps", "training.batch_on_device", "training.alloc_retries", "training.cuda_graph"),
-)
-_OF_PIPELINES = ("training.schedule", "training.stage_layers")
-_NOT_LEARNING = (
-    *("rank", "timing", "meters", "training.steps", "training.alloc_retries", "training.cuda_graph"),
+_PARTLY_HEEDED, _OF_PIPELINES, _NOT_LEARNING = (
+    NAMES[kind] for kind in ("partly_heeded", "of_pipelines", "not_learning")
 )
 _DEFAULTS = Cell(model="", strategy="", batch=1, seq_len=1)
 
@@ -114,16 +111,10 @@ def playing_rank(cells: Sequence[Cell], rank: int | None) -> list[Cell]:
 
 
 #: keys of a group whose value may be a list; each axis of sizes may be one too, and mesh a list of lists
-MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
+MULTIPLYING = ("step", "model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
 
 #: the most cells of a scenario with all variants: more would run for weeks and fill the memory
 MOST_CELLS = 100_000
-#: fields of a cell that no group sets
-_GIVEN_OTHERWISE = {
-    "variant": "variants have a section of their own",
-    "model_config_json": "give the path of the config.json as the model",
-    "device": "where real tensors are is said by --device",
-}
 
 
 class Problem(ValueError):
@@ -155,7 +146,7 @@ def expand(
             layers.insert(0, (("variants", variant), variants[variant]))
         merged: dict[str, Any] = {}
         for place, layer in reversed(layers):
-            for key, instead in _GIVEN_OTHERWISE.items():
+            for key, instead in NAMES["set_otherwise"].items():
                 if key in layer:
                     raise Problem([*place, key], f"unknown key; {instead}")
             merged = merge(merged, layer)
@@ -227,7 +218,7 @@ def _at(settings: Any, path: Sequence[str | int]) -> Any:
 
 
 def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
-    for key in ("strategy", "model"):
+    for key in ("step", "strategy", "model"):
         try:
             content = _with_file(content, key, folder)
         except UserError as error:
@@ -258,12 +249,15 @@ def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
 
 
 def _with_file(
-    content: Mapping[str, Any], key: Literal["strategy", "model"], folder: Path
+    content: Mapping[str, Any], key: Literal["step", "strategy", "model"], folder: Path
 ) -> Mapping[str, Any]:
     """The settings, in which a path of a Python file is replaced by the name of the strategy or model that
-    the file defines, and a path of a config.json gets the fields of that file that count."""
+    the file defines, a path of a config.json gets the fields of that file that count, and a user's step
+    becomes a model."""
     value = content.get(key)
-    if not isinstance(value, str):
+    if key == "step" and value is not None:
+        return with_step(content, folder)
+    if key == "step" or not isinstance(value, str) or content.get("strategy") == OWN_STEP:
         return content
     name, *others = cell_names(key, value, folder)
     if others:
@@ -273,8 +267,9 @@ def _with_file(
     return {**content, key: name}
 
 
-def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
+def impossible(cell: Cell) -> Iterator[tuple[Path_, str]]:
     """The mistakes in a cell that need no strategy to find, each as (path in the cell, message)."""
+    own = cell.strategy == OWN_STEP
     searched_for = [cell.search.quantity] if cell.search is not None else []
     named: list[tuple[tuple[str, ...], str, list[str]]] = [
         (("model",), "model", [cell.model] if cell.model_config_json is None else []),
@@ -287,12 +282,15 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
         for name in wanted:
             if name not in names(kind):
                 yield path, unknown(kind, name, names(kind))
-    if problem := strategy_problem(cell.strategy):
+    if not own and (problem := strategy_problem(cell.strategy)):
         yield ("strategy",), problem
     try:
         load_cluster(cell.cluster)
     except UserError as error:
         yield ("cluster",), str(error)
+    if own:
+        yield from step_mistakes(cell)
+        return
     axes = strategy_axes(cell.strategy)
     for axis in unused_axes(axes, cell.sizes.by_axis):
         n = cell.sizes.by_axis[axis]

@@ -20,7 +20,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure.scenarios.choices import unknown
 from spbench.bench.measure.scenarios.expand import Problem, checked, expand
-from spbench.bench.setting_values import with_suffix
+from spbench.bench.setting_values import names_a_step, with_suffix
 from spbench.bench.yaml_files import InferredSetting, dotted, find_file, read_yaml, validate
 from spbench.bench.yaml_text import YAMLProblem, load
 from spbench.plots import FIGURES
@@ -157,13 +157,19 @@ class Scenario:
 
 
 def load_scenario(name: str | PathLike[str]) -> Scenario:
-    """The packaged scenario of that name, or the scenario in the YAML file at that path.
+    """The packaged scenario of that name, or the scenario in the YAML file at that path; or the scenario of a
+    user's step, such as "step.py:train".
 
     Raises:
         UserError: the scenario does not exist or has a mistake; names the file, the key and the remedy.
     """
-    path = find_file(name, PACKAGE, "scenario")
-    content = read_yaml(path)
+    content: Mapping[str, Any]
+    if names_a_step(str(name)):
+        path = Path(name)
+        content = {"title": path.name, "groups": [{"step": path.name}]}
+    else:
+        path = find_file(name, PACKAGE, "scenario")
+        content = read_yaml(path)
     fields = Document.model_fields
     own = {key: each for key, each in content.items() if key in fields or not isinstance(each, list)}
     document = validate(Document, own, str(path))

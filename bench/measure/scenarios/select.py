@@ -11,7 +11,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.cell import Cell, strategy_axes
+from spbench.bench.cell import OWN_STEP, Cell, strategy_axes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.card_kernels import played_kernel, usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
@@ -21,9 +21,6 @@ from spbench.bench.measure.scenarios.scenario import Scenario, changed, given
 from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
 from spbench.impls import model_preset, published_model
-
-#: the name for all variants
-ALL = "all"
 
 #: the text for the value of a setting that a cell leaves out
 UNSET = "unset"
@@ -66,7 +63,7 @@ class Narrowing:
             UserError: there is no such variant, cluster or engine, or a device cannot be used.
         """
         variants = list(scenario.cells)
-        if self.variant == ALL:
+        if self.variant == "all":
             chosen = variants
         elif self.variant is None:
             chosen = variants[:1]
@@ -75,7 +72,7 @@ class Narrowing:
         elif variants == [""]:
             raise UserError(f"scenario {scenario.name} has no variants; leave out --variant")
         else:
-            hint = suggestion(self.variant, [*variants, ALL])
+            hint = suggestion(self.variant, [*variants, "all"])
             raise UserError(f"scenario {scenario.name} has no variant {self.variant!r}{hint}")
         for cluster in self.clusters:
             load_cluster(cluster)
@@ -170,7 +167,7 @@ def _named_kernels(scenario: Scenario, cells: Iterable[Cell]) -> Iterator[Cell]:
     for cell in cells:
         device = load_cluster(cell.cluster).device
         same = usual_kernel(device) == played_kernel(device, NO_KERNEL)
-        as_is = same or scenario.document.unsaid_attention == "file"
+        as_is = same or cell.strategy == OWN_STEP or scenario.document.unsaid_attention == "file"
         yield cell if as_is else with_usual_attention(cell)[0]
 
 

@@ -9,7 +9,7 @@ device has its own link. Ranks that send at once share the node's network cards 
 links of its parts (:mod:`measure.simulator.group_links`). Overlapping collectives do not slow each other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -140,11 +140,8 @@ class Costs:
             + program.strided * calibration.strided_element_s
         )
         self._set_matmuls(program, seconds)
-        self._set_grouped_matmuls(program, seconds)
-        self._set_operators(program, seconds)
-        self._set_host_copies(program, seconds)
-        self._set_host_updates(program, seconds)
-        self._set_host_reads(program, seconds)
+        for events, taken in self._with_own_rates(program):
+            seconds[events] = taken
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
 
     def _set_matmuls(self, program: Program, seconds: np.ndarray) -> None:
@@ -166,61 +163,46 @@ class Costs:
             for nbytes, part in matmuls.unaligned.items():
                 seconds[of_kind & (program.aligned == nbytes)] /= part.value or 1.0
 
-    def _set_grouped_matmuls(self, program: Program, seconds: np.ndarray) -> None:
-        """Put the seconds of grouped matmuls (several experts in one call) into ``seconds``, if the card has
-        rates of grouped matmuls."""
-        for precision, rate in self.cluster.device.grouped_matmul.items():
+    def _with_own_rates(self, program: Program) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(events, their seconds) of the kinds of work that a cluster may have rates of: grouped matmuls
+        (several experts in one call), operators that move memory, copies between device and host, updates of
+        weights on the host's cores, which a node's ranks share, and int64 tensors that the host reads element
+        by element (a view, a kernel, and the wait for the kernel)."""
+        nbytes, memory = program.nbytes, self.cluster.host_memory
+        for precision, matmuls in self.cluster.device.grouped_matmul.items():
             number = PRECISION_NAMES.index(precision)
             calls = program.calls_of(GROUPED_MATMULS) & (program.precision == number)
-            alone = rate.seconds(self.rates[number], program.flops[calls], program.nbytes[calls])
-            seconds[calls] = alone / (rate.sustained.value or 1.0)
-
-    def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
-        """Put into ``seconds`` the measured times of operators that move memory."""
+            alone = matmuls.seconds(self.rates[number], program.flops[calls], nbytes[calls])
+            yield calls, alone / (matmuls.sustained.value or 1.0)
         for name, times in self.cluster.device.operators.items():
             if name in program.names:
                 calls = program.calls_of([name])
-                seconds[calls] = operator_seconds(times.value or (), program.nbytes[calls])
-
-    def _set_host_copies(self, program: Program, seconds: np.ndarray) -> None:
-        """Put the seconds of copies between device and host into ``seconds``."""
-        copies, memory = program.category == HOST_COPY, self.cluster.host_memory
-        if not copies.any():
-            return
-        bytes_per_s = self._known(
-            memory.bytes_per_s, "link_bandwidth_bytes_per_s", "over which device and host copy"
-        )
-        seconds[copies] = program.nbytes[copies] / bytes_per_s
-        of_pageable = {
-            TO_PAGEABLE: memory.pageable_to_host_bytes_per_s.value,
-            FROM_PAGEABLE: memory.pageable_to_device_bytes_per_s.value,
-        }
-        for name, rate in of_pageable.items():
-            if rate is not None:
-                these = program.calls_of([name])
-                seconds[these] = program.nbytes[these] / min(rate, bytes_per_s)
+                yield calls, operator_seconds(times.value or (), nbytes[calls])
+        if (copies := program.category == HOST_COPY).any():
+            name, what = "link_bandwidth_bytes_per_s", "over which device and host copy"
+            bytes_per_s = self._known(memory.bytes_per_s, name, what)
+            yield copies, nbytes[copies] / bytes_per_s
+            for name, figure in (
+                (TO_PAGEABLE, memory.pageable_to_host_bytes_per_s),
+                (FROM_PAGEABLE, memory.pageable_to_device_bytes_per_s),
+            ):
+                if figure.value is not None:
+                    calls = program.calls_of([name])
+                    yield calls, nbytes[calls] / min(figure.value, bytes_per_s)
+        if (updates := program.category == HOST_UPDATE).any():
+            name, what = "update_bytes_per_s", "at which the host's cores update weights"
+            rate = self._known(memory.update_bytes_per_s.value, name, what)
+            sharing = min(program.world, self.cluster.devices_per_node)
+            yield updates, nbytes[updates] * sharing / rate
+        if self.host is not None:
+            each = self.floor_s + sum(map(self.host.seconds, ("view_s", "operator_s", "launch_latency_s")))
+            reads = program.category == HOST_READ
+            yield reads, nbytes[reads] / 8 * each
 
     def _known(self, figure: float | None, name: str, what: str) -> float:
         if figure is None:
             raise RatesUnknown(f"{self.cluster.name}: host_memory.{name} is unknown, {what}")
         return figure
-
-    def _set_host_updates(self, program: Program, seconds: np.ndarray) -> None:
-        """Put the seconds of weight updates on host cores, which a node's ranks share, into ``seconds``."""
-        updates, rate = program.category == HOST_UPDATE, self.cluster.host_memory.update_bytes_per_s.value
-        if updates.any():
-            rate = self._known(rate, "update_bytes_per_s", "at which the host's cores update weights")
-            sharing = min(program.world, self.cluster.devices_per_node)
-            seconds[updates] = program.nbytes[updates] * sharing / rate
-
-    def _set_host_reads(self, program: Program, seconds: np.ndarray) -> None:
-        """Put the seconds in which the host reads int64 tensors element by element into ``seconds``: for each
-        element a view, a kernel, and the wait for the kernel."""
-        if self.host is None:
-            return
-        each = self.floor_s + sum(map(self.host.seconds, ("view_s", "operator_s", "launch_latency_s")))
-        reads = program.category == HOST_READ
-        seconds[reads] = program.nbytes[reads] / 8 * each
 
     def _floors(self, program: Program) -> np.ndarray:
         """[events]: the least seconds of each event as a kernel. A softmax without matmuls is of the

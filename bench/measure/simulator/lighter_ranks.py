@@ -11,7 +11,6 @@ keep their times.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -26,6 +25,9 @@ from spbench.impls import ALL_LOWER, EVERYONE
 _MOST_TIMES = 2**19
 #: the fewest sets of ranks
 _FEWEST_SETS = 3
+#: (global ranks that do the same work of a program; the coordinate, along the axis, of the rank whose work
+#: they do, None: the whole program)
+Alike = tuple[np.ndarray, int | None]
 
 
 def odd_sets(count: int, most: int) -> list[list[int]]:
@@ -42,19 +44,6 @@ def odd_sets(count: int, most: int) -> list[list[int]]:
         middle = (start + end) // 2
         sets.append([middle, *range(start, middle), *range(middle + 1, end)])
     return sets
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Ranks that do the same work of a program.
-
-    Attributes:
-        ranks: the global ranks.
-        coordinate: the coordinate, along the axis, of the rank whose work they do; None: the whole program.
-    """
-
-    ranks: np.ndarray
-    coordinate: int | None = None
 
 
 class UnlikeWork:
@@ -105,14 +94,14 @@ class UnlikeWork:
         return mean
 
     def alike(self) -> list[Alike]:
-        """All ranks in sets: one set for each coordinate or, if the program is long, fewer sets of
-        neighbours, whose times are those of the middle coordinate."""
+        """All ranks in sets of ranks that do the same work: one set for each coordinate or, if the program is
+        long, fewer sets of neighbours, whose times are those of the middle coordinate."""
         there = np.unique(self.coordinates)[::-1]
         if not len(self.marked) or len(there) == 1:
-            return [Alike(self.steps.all_ranks)]
+            return [(self.steps.all_ranks, None)]
         many = max(_FEWEST_SETS, _MOST_TIMES // max(1, len(self.steps)))
         return [
-            Alike(self.steps.all_ranks[np.isin(self.coordinates, there[each])], int(there[each[0]]))
+            (self.steps.all_ranks[np.isin(self.coordinates, there[each])], int(there[each[0]]))
             for each in odd_sets(len(there), many)
         ]
 

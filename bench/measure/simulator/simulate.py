@@ -87,36 +87,26 @@ def smallest_shifts(programs: Sequence[Program], program_of: np.ndarray, cluster
     mesh, ranks = programs[0].mesh, np.arange(len(program_of))
     nodes = [node_of(ranks, cluster), *(ranks // each.devices for each in crossings_of(cluster))]
 
+    def is_symmetric(image: np.ndarray) -> bool:
+        """Whether programs, nodes and groups stay if each rank of the world takes the place ``image`` has."""
+        same = np.array_equal(program_of[image], program_of)
+        return (
+            same
+            and all(keeps_nodes(each, image) for each in nodes)
+            and all(
+                keeps_groups(group, program, np.flatnonzero(program_of == number), image)
+                for number, program in enumerate(programs)
+                for group in program.groups
+            )
+        )
+
     def smallest(axis: int) -> int:
         for p in (p for p in range(1, mesh[axis]) if mesh[axis] % p == 0):
-            by = [p * (each == axis) for each in range(len(mesh))]
-            if is_symmetric(programs, program_of, nodes, shifted_ranks(ranks, by, mesh)):
+            if is_symmetric(shifted_ranks(ranks, [p * (each == axis) for each in range(len(mesh))], mesh)):
                 return p
         return mesh[axis]
 
     return tuple(map(smallest, range(len(mesh))))
-
-
-def is_symmetric(
-    programs: Sequence[Program], program_of: np.ndarray, nodes: Sequence[np.ndarray], image: np.ndarray
-) -> bool:
-    """Whether a shift of all ranks along an axis of the mesh maps programs, nodes and groups onto themselves.
-
-    Args:
-        program_of: for each rank of the world, the number of its program.
-        nodes: for each rank of the world, its node; in further arrays, the parts of a node in which it is.
-        image: for each rank of the world, the rank whose place it takes.
-    """
-    same = np.array_equal(program_of[image], program_of)
-    return (
-        same
-        and all(keeps_nodes(each, image) for each in nodes)
-        and all(
-            keeps_groups(group, program, np.flatnonzero(program_of == number), image)
-            for number, program in enumerate(programs)
-            for group in program.groups
-        )
-    )
 
 
 def keeps_nodes(nodes: np.ndarray, image: np.ndarray) -> bool:

@@ -3,7 +3,7 @@
 Each rank has a compute stream, which runs its kernels in order and waits where the program waits, and the
 further streams of its program, with kernels and waits of their own. A stream that waits for a record of
 another stream continues when the other stream has reached the record. If the cluster has figures of its
-hosts, each rank also has a host clock (:mod:`measure.simulator.host_clock`), and no event starts before its
+hosts, each rank also has a host clock (:mod:`measure.simulator.steps`), and no event starts before its
 launch. Without such figures launching costs no time, so streams run as far ahead as the waits allow.
 Communication overlaps the stream that posts it. A transfer starts when both ends have posted it, and after
 the previous transfer from the same rank to the same rank. A collective starts when its last member has posted

@@ -1,4 +1,20 @@
-"""Steps: a program without the kernels of its compute stream, and where its messages meet their peers'."""
+"""Steps: a program without the kernels of its compute stream, and where its messages meet their peers'.
+
+The host's clock of each rank: when the process that launches a rank's kernels comes to each kernel.
+
+A host works through the program's events in order: first its own work since the event before, as
+:attr:`Program.host` counts it, then the event's dispatch. A kernel starts after the kernels before it on its
+stream, and at the earliest a launch latency after its dispatch; communication is posted no sooner either.
+Where the host waits for its device (a join), its clock continues from the compute stream's clock. The host is
+a limited number of launches ahead: at the end of each piece of a program (:data:`PIECE`) it waits until the
+device has begun the kernel that many launches before. At a check of its queue (:data:`HOST_WORK`) it waits
+until the compute stream has ended what it had before the check :data:`CHECKS_AHEAD` checks earlier.
+
+Between two steps of a simulation the compute stream runs only kernels. Their effect on both clocks is a map
+of sums and maxima that is computed once, so that a step costs the same however many kernels come before it:
+stream' = max(stream + T, host + M), host' = host + H. T is the seconds of the kernels, H those of the host,
+and M the longest path through both: on the host up to the launch of some kernel, then on the stream.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -8,9 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from spbench.bench.measure.clusters.rates import Host
+from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import (
     COLLECTIVE,
     COMPUTE_STREAM,
+    HOST_WORK,
     KERNEL,
     RECORD,
     RECV,
@@ -143,3 +162,164 @@ class Meeting:
     theirs: np.ndarray
     everyone: bool
     back: np.ndarray
+
+
+#: the most events between two points at which the host waits for a device that is too far behind
+PIECE = 128
+_FIGURES = dict(zip(HOST_WORK, ("view_s", "node_s", "module_s", "", ""), strict=True))
+_JOINS, _CHECKS = HOST_WORK.index("joins"), HOST_WORK.index("checks")
+#: a host is so many checks ahead of its device at most
+CHECKS_AHEAD = 3
+#: the number of steps whose pieces are made into rows at once
+_BLOCK = 256
+#: the M (see above) of events without a kernel of the compute stream
+_NO_KERNEL = float("-inf")
+
+
+def host_seconds(host: Host, program: Program, graphs: str = "none") -> np.ndarray:
+    """[events]: the host's seconds for each event: the work since the event before, and the dispatch.
+
+    Args:
+        graphs: the events of forward and backward that CUDA graphs launch, for which the host has no work:
+            "none", the kernels ("layers"), or all ("full_iteration").
+    """
+    kinds = program.kind
+    dispatch = np.where(kinds == KERNEL, host.seconds("operator_s"), host.seconds("collective_s"))
+    dispatch[(kinds == WAIT) | (kinds == RECORD)] = 0.0
+    each = np.array([host.seconds(figure) if figure else 0.0 for figure in _FIGURES.values()])
+    seconds: np.ndarray = dispatch + program.host @ each
+    if graphs != "none":
+        ends = [first for _, first in program.marks[1:]]
+        for (phase, first), end in zip(program.marks, [*ends, len(program)], strict=True):
+            if phase in ("forward", "backward"):
+                seconds[first:end][(kinds[first:end] == KERNEL) | (graphs == "full_iteration")] = 0.0
+    return seconds
+
+
+class HostClock:
+    """The hosts of the simulated ranks that run a program.
+
+    Args:
+        costs: the costs of a cluster with figures of its hosts.
+        taken: [events]: seconds of each kernel, with the gap after the kernel.
+        work: [events]: see :func:`host_seconds`.
+
+    Attributes:
+        now: [ranks]: the clock of each rank's host, in seconds.
+        latency: seconds of a launch.
+    """
+
+    def __init__(self, costs: Costs, steps: Steps, taken: np.ndarray, work: np.ndarray):
+        program, host = steps.program, costs.host
+        assert host is not None
+        self.latency, self.work = host.seconds("launch_latency_s"), work
+        self._begun = host.seconds("step_s")
+        self.now, self._larger = np.full(len(steps.ranks), self._begun), steps.larger
+        on_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
+        joins = (program.host[:, _JOINS] > 0) | (on_compute & host.synchronous)
+        checks = program.host[:, _CHECKS] > 0
+        cut = np.append(joins | checks, True)
+        cut[::PIECE] = True
+        cut[steps.at + 1] = True
+        #: the first event of each piece, then the number of events
+        self.cuts = np.flatnonzero(cut)
+        first, end = self.cuts[:-1], self.cuts[1:]
+        host_s = np.concatenate([[0.0], np.cumsum(self.work)])
+        kernels_s = np.concatenate([[0.0], np.cumsum(np.where(on_compute, taken, 0.0))])
+        launched = np.concatenate([[0], np.cumsum(on_compute)])
+        through = np.where(on_compute, host_s[1:] - kernels_s[:-1], _NO_KERNEL)
+        if len(first):
+            through = np.maximum.reduceat(through, first) + kernels_s[end] - host_s[first] + self.latency
+        allowed = launched[end] - (host.launches_ahead.value or launched[-1] + 1)
+        behind = np.searchsorted(launched[end], allowed, side="right") - 1
+        ended = np.flatnonzero(checks[first]) - 1  # the pieces after which there is a check
+        np.maximum.at(behind, ended[CHECKS_AHEAD:], ended[:-CHECKS_AHEAD])
+        behind = np.maximum.accumulate(behind)
+        others = np.diff(behind, prepend=-1) != 0
+        waited_for = behind[others]
+        #: [pieces for which a host waits, ranks]: when the compute stream has ended the piece
+        self._done = np.zeros((len(waited_for), len(steps.ranks)))
+        noted = np.full(len(first), -1)
+        noted[waited_for] = np.arange(len(waited_for))
+        self._behind = np.cumsum(others) - 1
+        #: columns of the pieces: whether the host waits for the compute stream before the piece; T, H and M;
+        #: the row of ``_done`` that gets the piece's end (-1: no host waits for it); the row of the piece
+        #: which the device must have ended before the host ends this piece (-1: none, or waited for before)
+        self._pieces = (
+            joins[first],
+            np.diff(kernels_s[self.cuts]),
+            np.diff(host_s[self.cuts]),
+            through,
+            noted,
+            np.where(others, self._behind, -1),
+        )
+        #: by block of steps: (the block's first piece, the row of each of its pieces)
+        self._blocks: dict[int, tuple[int, list[tuple[Any, ...]]]] = {}
+        #: the first of the pieces before each step, then the first piece after the last step, then the end
+        before = np.searchsorted(steps.at, first)
+        self._first_of = np.searchsorted(before, np.arange(len(steps) + 2)).tolist()
+
+    def reach(
+        self, step: int, stream: np.ndarray, host: np.ndarray, who: slice | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(stream, host): the clocks of ranks' compute streams and hosts when the host has dispatched a step,
+        from their clocks after the step before. ``who``: the ranks."""
+        first, end, larger = self._first_of[step], self._first_of[step + 1], self._larger
+        begin, rows = self._blocks.get(step // _BLOCK) or self._block(step // _BLOCK)
+        for joins, kernels_s, host_s, through_s, noted, behind in rows[first - begin : end - begin]:
+            if joins:
+                host = larger(host, stream)
+            if through_s != _NO_KERNEL:  # without a kernel the stream's clock stays
+                stream = larger(stream + kernels_s, host + through_s)
+            if host_s:
+                host = host + host_s
+            if noted >= 0:
+                self._done[noted, who] = stream
+            if behind >= 0:
+                host = larger(host, self._done[behind, who])
+        return stream, host
+
+    def _block(self, number: int) -> tuple[int, list[tuple[Any, ...]]]:
+        """Make the rows of a block's pieces when first needed, since most of millions of pieces never are."""
+        first = self._first_of[number * _BLOCK]
+        end = self._first_of[min((number + 1) * _BLOCK, len(self._first_of) - 1)]
+        rows = list(zip(*(column[first:end].tolist() for column in self._pieces), strict=True))
+        self._blocks[number] = first, rows
+        return first, rows
+
+    def of_rank(self, place: int) -> Callable[[int, float], float]:
+        """A function for one simulated rank that returns the earliest start of an event in seconds. Call it
+        for each event in order, with the event and the compute stream's clock before the event."""
+        joins = self._pieces[0]
+        begins = dict(
+            zip(self.cuts.tolist(), zip(joins.tolist(), self._behind.tolist(), strict=True), strict=False)
+        )
+        host, behind = self._begun, -1
+
+        def launched(event: int, stream: float) -> float:
+            nonlocal host, behind
+            if event in begins:
+                if behind >= 0:
+                    host = max(host, float(self._done[behind, place]))
+                joined, behind = begins[event]
+                if joined:
+                    host = max(host, stream)
+            host += float(self.work[event])
+            return host + self.latency
+
+        return launched
+
+
+def posted_late(steps: Steps, reached: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """[ranks]: the seconds in which a rank's compute stream waits for communication that the rank's host has
+    not posted yet.
+
+    Args:
+        reached, left: [steps, ranks]: when a step's stream reaches the step, and leaves a wait, in seconds.
+    """
+    kinds, streams, partners = steps.columns
+    waits = np.flatnonzero((kinds == WAIT) & (streams == COMPUTE_STREAM))
+    waits = waits[(streams[partners[waits]] == COMPUTE_STREAM) & (kinds[partners[waits]] != RECORD)]
+    late = reached[partners[waits]] - reached[waits]
+    seconds: np.ndarray = np.clip(late, 0.0, left[waits] - reached[waits]).sum(0)
+    return seconds

@@ -18,18 +18,16 @@ import numpy as np
 
 from spbench.bench.files import write_whole
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.host_clock import HostClock, host_seconds
-from spbench.bench.measure.simulator.lighter_ranks import Alike, unlike_work
+from spbench.bench.measure.simulator.lighter_ranks import unlike_work
 from spbench.bench.measure.simulator.message_matching import Channels, World
 from spbench.bench.measure.simulator.program import (
-    COLLECTIVE,
     COMPUTE_STREAM,
     KERNEL,
-    SEND,
     Flops,
     flops_of,
     seconds_by_kind,
 )
+from spbench.bench.measure.simulator.steps import HostClock, host_seconds
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.measure.simulator.waits import Event, Times, Waits, rank_events, waits_of
 
@@ -157,27 +155,27 @@ class Timeline:
     def _sets(self) -> list[tuple[int, _Set]]:
         """(the number of a program, a set of ranks that do the same share of it), for all ranks."""
         return [
-            (number, self._set(number, alike))
+            (number, self._set(number, *alike))
             for number, (steps, work) in enumerate(zip(self._world.steps, self._works, strict=True))
-            for alike in ([Alike(steps.all_ranks)] if work is None else work.alike())
+            for alike in ([(steps.all_ranks, None)] if work is None else work.alike())
         ]
 
-    def _set(self, number: int, alike: Alike) -> _Set:
+    def _set(self, number: int, ranks: np.ndarray, coordinate: int | None) -> _Set:
         steps, host = self._world.steps[number], self._hosts[number]
-        places, at = np.unique(self._world.place_of[alike.ranks], return_inverse=True)
+        places, at = np.unique(self._world.place_of[ranks], return_inverse=True)
         columns = slice(None) if len(places) == len(steps.ranks) else places
-        times, computed, weights = self._played(number, alike.coordinate, columns)
+        times, computed, weights = self._played(number, coordinate, columns)
         waits = waits_of(steps, self._costs, times, host is not None, places)
         heaviest = self._computed[number][columns]
         late = None if host is None else np.maximum(host.now[columns] - heaviest, 0.0)
         kernel_s = self._kernel_s[number] * weights
-        return _Set(alike.ranks, at.ravel(), weights, kernel_s, waits, computed, late)
+        return _Set(ranks, at.ravel(), weights, kernel_s, waits, computed, late)
 
     def _played(
         self, number: int, coordinate: int | None, columns: slice | np.ndarray
     ) -> tuple[Times, np.ndarray, np.ndarray]:
         """(the times of some simulated ranks at their steps, when their compute streams end, [events] the
-        share of each event that they do). ``coordinate``: see :class:`Alike`; ``columns``: the ranks."""
+        share of each event that they do). ``coordinate``: see :data:`Alike`; ``columns``: the ranks."""
         steps, work = self._world.steps[number], self._works[number]
         arrays = (self._reached, self._left, self._start, self._end)
         times = Times(*(each[number][:, columns] for each in arrays))
@@ -236,26 +234,6 @@ class Timeline:
     def breakdown_of(self, rank: int) -> dict[str, float]:
         """The parts of one rank's step by name, as "compute_s", in seconds; see :attr:`by_rank`."""
         return {f"{name}_s": float(values[rank]) for name, values in self.by_rank.items()}
-
-    @property
-    def serial_s(self) -> float:
-        """The seconds if no two events of any ranks ran at the same time: an upper bound of the step time."""
-        total = self._costs.step_overhead_s
-        for number, steps in enumerate(self._world.steps):
-            program = steps.program
-            kernels = int((program.kind == KERNEL).sum())
-            ranks = len(steps.all_ranks)
-            total += ranks * (float(self._kernel_s[number].sum()) + kernels * self._costs.launch_s)
-            if (host := self._hosts[number]) is not None:
-                total += ranks * host.serial_s
-            # each simulated rank has the times of ranks / len(steps.ranks) ranks
-            seconds = (self._end[number] - self._start[number]).sum(1) * (ranks / len(steps.ranks))
-            for step, kind in enumerate(steps.kinds):
-                if kind == SEND:  # its receive is the same transfer
-                    total += float(seconds[step])
-                elif kind == COLLECTIVE:
-                    total += float(seconds[step]) / len(program.groups[steps.partners[step]].places)
-        return total
 
     def events(self, rank: int) -> Iterator[Event]:
         """The kernels, communication and waits of a rank, in program order; waits of 0 s are left out."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spbench.bench.measure.simulator.costs import Costs, node_of
-from spbench.bench.measure.simulator.host_clock import posted_late
 from spbench.bench.measure.simulator.program import (
     CATEGORIES,
     COLLECTIVE,
@@ -29,7 +28,7 @@ from spbench.bench.measure.simulator.program import (
     shifted,
     shifted_ranks,
 )
-from spbench.bench.measure.simulator.steps import Steps
+from spbench.bench.measure.simulator.steps import Steps, posted_late
 
 #: how many numbers of one array are copied at once
 _AT_A_TIME = 2**19

@@ -11,6 +11,7 @@ parallelism does not turn it into a ring, and RMSNorm and dropout keep more tens
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import pairwise
 from typing import Any
@@ -23,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.starting import environment_with
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.torch_internals import attention_order, below_autograd
@@ -47,6 +47,8 @@ class OnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.Tensor.data_ptr and isinstance(args[0], torch_internals.FakeTensor):
+            return args[0].untyped_storage()._cdata  # by which programs tell tensors apart
         named = {name: played(value) for name, value in (kwargs or {}).items()}
         named.pop("pin_memory", None)  # which a CPU build refuses
         return func(*map(played, args), **named)
@@ -70,12 +72,6 @@ def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args, **kwargs)
 
     return backward
-
-
-def _not_compiled(model: Any = None, **_: Any) -> Any:
-    """The model or function that torch.compile takes, or a decorator that returns it."""
-    warnings.warn("torch.compile has no effect in a trace: the step runs eagerly", stacklevel=2)
-    return (lambda function: function) if model is None else model
 
 
 def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: Any) -> torch.Tensor:
@@ -120,30 +116,32 @@ def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
     return {**methods, "__init__": noted}
 
 
-@contextmanager
-def fake_world(rank: int, world: int, of_node: int) -> Iterator[tuple[DeviceMesh, list[DeviceMesh]]]:
-    """Within the context, this process is ``rank`` of ``world`` fake ranks (:func:`rank_of_world`) of
-    torch's default group.
+@dataclass
+class World:
+    """The world of a rank.
 
-    Yields:
-        (a mesh of all ranks along dp, the list of the user's meshes as they are made).
+    Attributes:
+        size: the number of ranks.
+        meshes: the user's meshes, as they are made.
+        compiled: whether the user's code has called torch.compile.
     """
-    with (
-        fake_mesh({"dp": world}, rank) as mesh,
-        operators_of_gpus(),
-        rank_of_world(rank, world, of_node) as made,
-    ):
-        yield mesh, made
+
+    size: int
+    meshes: list[DeviceMesh] = field(default_factory=list)
+    compiled: bool = False
+
+    def compile(self, model: Any = None, **_: Any) -> Any:
+        """torch.compile without effect: the model or function itself, or a decorator that returns it."""
+        warnings.warn("torch.compile has no effect in a trace: the step runs eagerly", stacklevel=2)
+        self.compiled = True
+        return (lambda function: function) if model is None else model
 
 
 @contextmanager
-def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -> Iterator[list[DeviceMesh]]:
+def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -> Iterator[World]:
     """Within the context, the user's code runs as ``rank`` of ``world`` ranks, of which ``of_node`` share a
     node: the environment has RANK and its like, torch's default group, which exists, stays as it is, and with
     ``on_cpu`` a GPU means the CPU.
-
-    Yields:
-        the list of the user's meshes as they are made.
     """
     local = rank % of_node
     environment: dict[str, object] = {
@@ -153,20 +151,21 @@ def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -
         "MASTER_PORT": 29500,
     }
     environment |= {"LOCAL_WORLD_SIZE": min(of_node, world), "MASTER_ADDR": "localhost"}
-    made: list[DeviceMesh] = []
+    around = World(world)
     torch_internals.forget_shardings()
     with ExitStack() as stack:
         stack.enter_context(environment_with({name: str(value) for name, value in environment.items()}))
         for owner in (dist, dist.distributed_c10d):
             nothing = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
             stack.enter_context(torch_internals.replaced(owner, nothing))
-        stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(made)))
-        for owner, names in _devices(local).items() if on_cpu else ():
+        stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(around.meshes)))
+        for owner, names in _devices(local, of_node, around).items() if on_cpu else ():
             stack.enter_context(torch_internals.replaced(owner, names))
         if on_cpu:
             stack.enter_context(torch_internals.around_backward(_in_backward))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # for what was compiled before
             stack.enter_context(OnCpu())
-        yield made
+        yield around
 
 
 def _of_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -184,14 +183,18 @@ def _no_bytes(name: str, *_: Any) -> int:
     return 0
 
 
-def _devices(local: int) -> dict[Any, dict[str, Any]]:
+def _devices(local: int, of_node: int, around: World) -> dict[Any, dict[str, Any]]:
     """By module or class of torch, the functions that choose or follow a device, as the CPU answers them."""
 
     def nothing() -> Callable[..., None]:  # a function each, because torch.compile tells functions apart
         return lambda *_, **__: None
 
     of_cuda: dict[str, Any] = {
-        "is_available": lambda: False,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: of_node,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": nothing(),
         "set_device": nothing(),
         "current_device": lambda: local,
         **{name: partial(_of_cpu, name) for name in ("current_stream", "stream", "synchronize")},
@@ -207,7 +210,7 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
         "synchronize": nothing(),
     }
     return {
-        torch: {"compile": _not_compiled},
+        torch: {"compile": around.compile},
         torch.cuda: of_cuda,
         torch.accelerator: of_accelerator,
         torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},
@@ -215,15 +218,15 @@ def _devices(local: int) -> dict[Any, dict[str, Any]]:
     }
 
 
-def axes_of(meshes: Sequence[DeviceMesh], world: int) -> dict[str, str]:
+def axes_of(around: World) -> dict[str, str]:
     """The axis of each process group of this rank, by the group's name: a dimension of one of the user's
     meshes, "world" for all ranks, or what the group is like, as "4 ranks, 2 apart"."""
     axes = {}
     for name, ranks in torch_internals.groups_of_process().items():
         distance = {b - a for a, b in pairwise(ranks)}
         like = f"{len(ranks)} ranks" + (f", {distance.pop()} apart" if len(distance) == 1 else "")
-        axes[name] = "world" if len(ranks) == world else like
-    for mesh in meshes:
+        axes[name] = "world" if len(ranks) == around.size else like
+    for mesh in around.meshes:
         for dim in mesh.mesh_dim_names or ():
             with torch_internals.without_modes():
                 group = mesh.get_group(dim) if mesh.get_coordinate() is not None else None

@@ -5,11 +5,9 @@ step. When the function is called, torch.distributed's default process group exi
 user's line.
 """
 
-import hashlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 import sysconfig
 import traceback
@@ -22,7 +20,9 @@ from typing import Any
 
 import torch
 
+from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, described, suggestion
+from spbench.bench.setting_values import STEP_FILE, names_a_step
 from spbench.impls import Unsupported
 
 #: does one training step; may return the step's loss
@@ -30,7 +30,6 @@ Step = Callable[[], Any]
 #: builds a training step
 Build = Callable[[], Step]
 
-_NAME = re.compile(r"(?P<path>.+\.py):(?P<function>\w+)")
 #: folders of code that is not the user's; packages such as transformers are the user's
 _ROOT = Path(__file__).resolve().parents[3]
 _OTHERS = tuple(
@@ -56,25 +55,28 @@ class OwnStep:
     load: Callable[[], Build]
 
     @classmethod
-    def of(cls, step: "str | Build") -> "OwnStep":
-        """The step of a text such as "step.py:train", or of a function itself.
+    def of(cls, step: "str | Build | Cell") -> "OwnStep":
+        """The step of a text such as "step.py:train", of a function itself, or of a cell.
 
         Raises:
             UserError: the file cannot be read.
         """
+        if isinstance(step, Cell):
+            step = str((step.model_config_json or {}).get(STEP_FILE, step.model))
         if not isinstance(step, str):
             file = inspect.getsourcefile(step)
             name = f"{Path(file or 'function').name}:{getattr(step, '__name__', 'train')}"
             source = Path(file).read_text(encoding="utf-8") if file and os.path.isfile(file) else ""
             return cls(name, source, lambda: step)
-        if (parts := _NAME.fullmatch(step)) is None:
+        if not names_a_step(step):
             raise UserError(f"{step}: write FILE.py:FUNCTION, such as step.py:train")
-        path = Path(parts["path"])
+        file, _, function = step.rpartition(":")
+        path = Path(file)
         try:
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
-        return cls(f"{path.name}:{parts['function']}", source, lambda: _function(path, parts["function"]))
+        return cls(f"{path.name}:{function}", source, lambda: _function(path, function))
 
     def built(self, build: Build) -> Step:
         """The callable that does one step, of the function that builds it.
@@ -87,15 +89,10 @@ class OwnStep:
             raise UserError(f"{self.name} returns {type(step).__name__}, and not a callable for one step")
         return step
 
-    @property
-    def digest(self) -> str:
-        """A digest of the file's content."""
-        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
 
-
-def names_a_step(text: str) -> bool:
-    """Whether a text names a step, such as "step.py:train"."""
-    return _NAME.fullmatch(text) is not None
+def step_digest(cell: Cell) -> str:
+    """The content of the file of a cell's step; "" for a step without a file."""
+    return OwnStep.of(cell).source if cell.model_config_json else ""
 
 
 def _function(path: Path, name: str) -> Build:

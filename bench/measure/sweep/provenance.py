@@ -9,7 +9,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
-from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
+from spbench.bench.measure.devices.telemetry import Nvml, NvmlProblem
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measured_code import imported_tree, unmeasured_checkout
 from spbench.impls import installed_version

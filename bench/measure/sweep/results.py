@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from spbench.bench.cell import OWN_STEP
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
 from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
@@ -39,6 +40,7 @@ def flat(row: Row) -> dict[str, Any]:
     searched = (cell.get("search") or {}).get("quantity", "")
     losses, errors = measured.get("losses"), measured.get("errors") or {}
     unmetered = losses or errors  # of a training run, or of lockstep ranks
+    unknown = unmetered or cell.get("strategy") == OWN_STEP
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
         "world_size": math.prod(whole_mesh(sizes).values()),
@@ -57,7 +59,7 @@ def flat(row: Row) -> dict[str, Any]:
         **{f"error_{name}": error for name, error in errors.items()},
         **_metered(measured.get("meters") or {}),
         "sent_bytes": _sent(None if unmetered else measured.get("communication")),
-        "formula_sent_bytes": _sent(None if unmetered else measured.get("formula")),
+        "formula_sent_bytes": _sent(None if unknown else measured.get("formula")),
         "reason": row.get("reason", ""),
         "elapsed_s": row.get("elapsed_s"),
         "key": row["key"],

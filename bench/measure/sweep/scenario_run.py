@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.errors import Interrupted
 from spbench.bench.measure.clusters.card_kernels import usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
@@ -19,7 +19,8 @@ from spbench.bench.measure.sweep import sweep
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words
+from spbench.bench.measure.trust.bands import priced_by_in_words
+from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.impls import is_packaged, model_preset, nesting
@@ -187,9 +188,10 @@ def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
     if calls:
         named = ", ".join(f"{name} ({n})" for name, n in sorted(calls.items()))
         yield f"timed by the bytes that they move alone, as their cost is not known: {named}"
-    missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in NO_RATE]
+    missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in ErrorModel.NO_RATE]
     if missing:
         yield f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
+    rows = [row for row in rows if row["cell"]["strategy"] != OWN_STEP]
     if names := _attending_by_matmuls(rows):
         yield (
             f"{', '.join(names)}: softmax attention by matmuls, priced as these, with its scores in memory; "

@@ -26,13 +26,14 @@ from spbench.bench.measure.clusters.rate_tables import table_digest
 from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measure.processes.starting import usable_cores
+from spbench.bench.measure.steps.step_file import step_digest
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import project_commit, provenance
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.verify.proof import Say, unproven
 from spbench.bench.measured_code import DIGEST_LENGTH, code_digest
-from spbench.bench.measurement import Measured, Outcome
+from spbench.bench.measurement import Measured, Measurement, Outcome
 from spbench.bench.row import FINAL, Row
 from spbench.impls import installed_version, model_preset, nesting, versions
 
@@ -56,10 +57,11 @@ def digest(cell: Cell) -> dict[str, str]:
     cluster = loaded.model_dump(mode="json") | {
         "tables": {name: table_digest(name) for name in loaded.tables}
     }
-    own = cell.strategy == OWN_STEP  # whose file is in no registry
+    own = cell.strategy == OWN_STEP  # whose file is in no registry, and may lie elsewhere
+    settings = cell.model_dump(mode="json", exclude={"model_config_json"} if own else None)
     return {
         "cluster": _sha256(_without_texts(cluster)),
-        "model": _sha256([*([] if own else _model(*cell.model_arguments)), cell.model_dump(mode="json")]),
+        "model": _sha256([*([step_digest(cell)] if own else _model(*cell.model_arguments)), settings]),
         "strategy": _sha256([] if own else _strategy(cell.strategy, cell.strategy_options)),
         "code": code_digest(),
         "torch": installed_version("torch") or "",
@@ -226,10 +228,6 @@ def sweep(
     return [results.rows[cell.key] for cell in cells]
 
 
-#: the name of :func:`sweep` in the package :mod:`measure`, which has a package named sweep
-run_sweep = sweep
-
-
 def marked(outcome: Outcome, refused: Outcome | None) -> Outcome:
     """The outcome of a cell; with the status "mismatch" and a reason if the cell is ``refused`` as
     unverified."""
@@ -294,6 +292,11 @@ def as_row(
     )
 
 
+def row_of(cell: Cell, measurement: Measurement) -> Row:
+    """The result row of a cell that was measured outside of a sweep."""
+    return as_row(cell, Outcome(measurement.status, measurement.reason, measurement.as_dict()))
+
+
 #: about how many groups of micro-batches an interleaved pipeline runs before its schedule repeats
 _GROUPS_TRACED = 3
 
@@ -301,6 +304,8 @@ _GROUPS_TRACED = 3
 def _relative_cost(cell: Cell) -> int:
     """An estimate of how long a cell takes, in no unit: a trace's operators grow with layers and ranks, and
     with micro-batches up to as many as repeat (:mod:`impls.keyed_steps`)."""
+    if cell.strategy == OWN_STEP:
+        return cell.sizes.world
     layers: int = getattr(model_preset(*cell.model_arguments), "layers", 1)
     repeating = cell.sizes.pp * (_GROUPS_TRACED if cell.training.schedule == "interleaved" else 1)
     return layers * cell.sizes.world * min(cell.training.micro_batches, repeating)

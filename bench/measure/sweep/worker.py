@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.engine import engine_property
+from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
 from spbench.bench.measure.processes.stacks import (
@@ -113,7 +113,7 @@ class Worker(Child):
             return self._with_log(outcome)
         self.begun = True
         if self.cell.timeout_s:
-            later = LATER_S if engine_property(self.cell.engine, "ends_in_time") else 0.0
+            later = LATER_S if engine_class(self.cell.engine).ends_in_time else 0.0
             self.deadline = time.monotonic() + self.cell.timeout_s + later
         return None
 

@@ -16,11 +16,6 @@ import numpy as np
 from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.trace.torch_internals import beyond_64_bits
 
-#: the categories of memory, by the tensors that a storage holds
-CATEGORIES = (
-    *("parameters", "gradients", "optimizer_state", "inputs", "activations"),
-    *("communication_buffers", "workspaces", "temporaries"),
-)
 #: the name of the time before the first traced step, in place of a phase
 SET_UP = "set-up"
 
@@ -42,6 +37,12 @@ class MemoryLog:
         streams: for each storage, the stream on which it was made, 0 for the compute stream (see
             :class:`Streams`); empty: all storages are of the compute stream.
     """
+
+    #: the categories of memory, by the tensors that a storage holds
+    CATEGORIES = (
+        *("parameters", "gradients", "optimizer_state", "inputs", "activations"),
+        *("communication_buffers", "workspaces", "temporaries"),
+    )
 
     sizes: list[int] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
@@ -117,12 +118,8 @@ class MemoryLog:
     def peak(self) -> Peak:
         """The peak of live bytes over the traced steps, in whole granules, as an allocator that splits every
         block would count it."""
-        return max(self.peaks(rounded(np.asarray(self.sizes, dtype=np.int64))), key=lambda peak: peak.nbytes)
-
-    def peaks(self, nbytes: Sequence[int] | np.ndarray) -> list[Peak]:
-        """For each traced step, the peak of live bytes, with its phase and its bytes by category; arguments
-        and errors as of :meth:`levels`."""
-        return self.levels(nbytes).steps
+        levels = self.levels(rounded(np.asarray(self.sizes, dtype=np.int64)))
+        return max(levels.steps, key=lambda peak: peak.nbytes)
 
     def levels(self, nbytes: Sequence[int] | np.ndarray) -> Levels:
         """The live bytes after each event, and the peaks of set-up and of each traced step.
@@ -142,10 +139,13 @@ class MemoryLog:
         for start, end in pairwise([0, self.step_start, *self.step_ends]):
             at = start + int(np.argmax(live[start:end])) if end > start else start - 1
             if at < 0:
-                peaks.append(Peak(0, SET_UP, dict.fromkeys(CATEGORIES, 0), 0))
+                peaks.append(Peak(0, SET_UP, dict.fromkeys(MemoryLog.CATEGORIES, 0), 0))
                 continue
             alive = self.alive_after(at)
-            held = {name: int(nbytes[alive & (categories == n)].sum()) for n, name in enumerate(CATEGORIES)}
+            held = {
+                name: int(nbytes[alive & (categories == n)].sum())
+                for n, name in enumerate(MemoryLog.CATEGORIES)
+            }
             peaks.append(Peak(int(live[at]), self.phase_of(at), held, int(live[end - 1])))
         return Levels(live, peaks[0], peaks[1:])
 
@@ -177,10 +177,10 @@ class MemoryLog:
         """The category of each storage: its tag; else "activations" if a forward made the storage and left it
         alive; else "temporaries"."""
         numbers = self._categories(np.asarray(self.events, dtype=np.int64)).tolist()
-        return [CATEGORIES[n] for n in numbers]
+        return [MemoryLog.CATEGORIES[n] for n in numbers]
 
     def _categories(self, events: np.ndarray) -> np.ndarray:
-        """[storages]: :meth:`categories` as indices into :data:`CATEGORIES`."""
+        """[storages]: :meth:`categories` as indices into :attr:`CATEGORIES`."""
         kept = np.zeros(len(self.sizes), dtype=bool)
         for name, span in self.spans():
             if name == "forward":
@@ -189,7 +189,7 @@ class MemoryLog:
                 is_born[inside[inside > 0] - 1] = True
                 is_born[-inside[inside < 0] - 1] = False
                 kept |= is_born
-        places = {name: n for n, name in enumerate(CATEGORIES)}
+        places = {name: n for n, name in enumerate(self.CATEGORIES)}
         categories = np.where(kept, places["activations"], places["temporaries"])
         categories[[*self.tags]] = [places[tag] for tag in self.tags.values()]
         return categories

@@ -29,6 +29,7 @@ _PRECISION |= {torch.float8_e4m3fn: _FP8, torch.float8_e5m2: _FP8}
 OPERATORS = read_yaml(Path(__file__).with_name("operators.yaml"))
 #: matmuls -> position of their first operand; the second follows it
 MATMULS: dict[str, int] = OPERATORS["matmuls"]
+_GROUPED = OPERATORS["grouped_matmuls"] | impls.GROUPED_MATMULS
 _FREE = {*OPERATORS["free"], *impls.MAKES_ON_HOST, *impls.WITHIN_TRANSFERS}
 _OVERWRITING, _COPIES_INTO, _LOOKUPS = (
     {*OPERATORS[kind]} for kind in ("overwriting", "copies_into", "lookups")
@@ -118,7 +119,7 @@ class Price:
             # self [..., V] is touched only where the index points: read, add, write
             self._positional[0], self._positional[3] = 0, 3
         self._matmul = MATMULS.get(name, -1)
-        self._grouped = impls.GROUPED_MATMULS.get(name, -1)
+        self._grouped = _GROUPED.get(name, -1)
         formula = _ATTENTION_FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
         self._formula = None if self._matmul >= 0 else formula
         stores_no_scores = "flash_attention" in name or name in impls.SPARSE_ATTENTION

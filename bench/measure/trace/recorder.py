@@ -24,7 +24,7 @@ from spbench.bench.measure.trace import operator_results, torch_internals
 from spbench.bench.measure.trace.event_log import EventLog, PostedWork, Streams, recorded_streams
 from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter, makes_on_host
 from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, communication_of, group_axes
-from spbench.bench.measure.trace.repeated_steps import RepeatedSteps, nothing_cut
+from spbench.bench.measure.trace.repeated_steps import RepeatedSteps
 from spbench.impls import choosing_steps, noting_host_work, noting_work
 
 PRIM_DEVICE = torch.ops.prim.device.default
@@ -221,7 +221,6 @@ class FastRecorder(Recorder):
         super()._enter_patches(patches)
         steps = RepeatedSteps([self.memory, self.host_memory], self.communication, self.events)
         patches.enter_context(choosing_steps(steps))
-        patches.enter_context(nothing_cut(self._count_views))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -245,12 +244,6 @@ class FastRecorder(Recorder):
         if key not in MEMORY:
             _remember(key, operator_results.described(func, args, kwargs, result))
         return result
-
-    def _count_views(self, number: int) -> None:
-        """Count ``number`` views as the host's work, which an autograd node would have taken."""
-        if number and self.events is not None and self.events.running:
-            self.events.count_node()
-            self.events.builder.host_work += number * VIEW
 
     def _known(
         self, key: operator_results.Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

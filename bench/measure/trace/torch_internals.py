@@ -56,11 +56,6 @@ _OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, 
 FAKE_DEVICE = "_fake_device"
 
 
-def fsdp_collectives() -> Any:
-    """torch's module of FSDP's collectives, imported when first needed because its import takes long."""
-    return import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
-
-
 @contextmanager
 def foreach_of_fakes() -> Iterator[None]:
     """Within the context, optimizers and norms of fake tensors on the CPU take torch's foreach operators, as
@@ -341,5 +336,4 @@ _EXPECTED: dict[str, Callable[[], bool]] = {
     "torch._C._storage_Use_Count": _tensors_on_storages_are_counted,
     "torch._ops.OpOverload._schema": _schemas_are_known,
     "torch._C._current_graph_task_id": _backward_is_seen,
-    "torch.distributed.fsdp._fully_shard._fsdp_collectives": lambda: hasattr(fsdp_collectives(), "torch"),
 }

@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.cell import OWN_STEP
-from spbench.bench.measure.trust.error_model import EVER_WORSE, NO_RATE, ErrorModel
+from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.setting_values import STAND_IN, StandIn
 from spbench.plots.series import grouped
 
-#: the files of errors that come with the package
-BANDS_FILE, MEMORY_ERRORS_FILE = "bands.json", "memory_errors.json"
+#: the file of errors of memory that comes with the package
+MEMORY_ERRORS_FILE = "memory_errors.json"
 #: grades of prices without a rate of the work (:mod:`measure.simulator.substitutes`), the worst first
 GRADES = {
     STAND_IN: "Another program",
@@ -48,7 +48,7 @@ def packaged(file: str) -> Any:
 @cache
 def packaged_model() -> ErrorModel:
     """The error model of step times that this version comes with."""
-    return ErrorModel.from_dict(packaged(BANDS_FILE))
+    return ErrorModel.from_dict(packaged(ErrorModel.FILE))
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
@@ -68,7 +68,9 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     stood_in = [str(StandIn(each["work"], each["by"])) for each in priced_by if each["grade"] == STAND_IN]
     if rates in stood_in:  # then the rates count as the worst grade, whatever the share of its work
         grades = {each["grade"] for each in priced_by}
-        rates = next((grade for grade in EVER_WORSE[:0:-1] if grade in grades), EVER_WORSE[0])
+        rates = next(
+            (grade for grade in ErrorModel.EVER_WORSE[:0:-1] if grade in grades), ErrorModel.EVER_WORSE[0]
+        )
     unknown = unknown_share(measured)
     low, high, words = (model or packaged_model()).band(rates, bound, strategy, unknown, stood_in)
     ends: dict[str, Any] = {
@@ -88,13 +90,17 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
 def unknown_share(measured: Mapping[str, Any]) -> float:
     """The share (0 to 1) of a simulated step's time in work that has no rate of its own."""
     priced_by = measured.get("priced_by") or ()
-    return min(1.0, sum(each["share"] for each in priced_by if each["grade"] in NO_RATE))
+    return min(1.0, sum(each["share"] for each in priced_by if each["grade"] in ErrorModel.NO_RATE))
 
 
 def _lacking(rates: str, priced_by: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The price that decides the class of a time without rates of its own: of the prices with that grade, the
     one with the largest share of the step; None for times with rates."""
-    return next((each for each in priced_by if each["grade"] == rates), None) if rates in NO_RATE else None
+    return (
+        next((each for each in priced_by if each["grade"] == rates), None)
+        if rates in ErrorModel.NO_RATE
+        else None
+    )
 
 
 def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | None]:

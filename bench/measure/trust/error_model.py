@@ -17,19 +17,8 @@ from pydantic import TypeAdapter
 
 from spbench.bench.setting_values import STOOD_IN
 
-#: the limits between classes of pairs of times, by longer / shorter - 1
-EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, math.inf)
 #: the class of the part of a step that has rates, where another part has none
 KNOWN = "extrapolated"
-#: classes of rates, each worse than the one before: measured rates, then the grades of substitutes
-#: (:mod:`measure.simulator.substitutes`)
-EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
-#: the classes of :data:`EVER_WORSE` in which a rate is missing
-NO_RATE = EVER_WORSE[2:]
-#: the classes of rates with a scalar fitted to steps of the same model and strategy, or of others
-FITTED = ("fitted", "fitted elsewhere")
-#: the name for all classes, or for all bounds
-ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,7 @@ class Pairs:
     @staticmethod
     def distance(apart: float) -> int:
         """The index in :data:`EDGES` of a pair whose longer time is 1 + ``apart`` times the shorter."""
-        return sum(apart >= edge for edge in EDGES[1:])
+        return sum(apart >= edge for edge in ErrorModel.EDGES[1:])
 
 
 @dataclass(frozen=True)
@@ -95,6 +84,20 @@ class ErrorModel:
         of_orders: pairs of such rows in the simulated order, by rates or ANY, then as in :data:`EDGES`.
         of_stand_ins: the interval by the classes of :data:`STOOD_IN`, whose steps count in no other.
     """
+
+    #: the file of the model that comes with the package
+    FILE = "bands.json"
+    #: the limits between classes of pairs of times, by longer / shorter - 1
+    EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, math.inf)
+    #: classes of rates, each worse than the one before: measured rates, then the grades of substitutes
+    #: (:mod:`measure.simulator.substitutes`)
+    EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
+    #: the classes of :data:`EVER_WORSE` in which a rate is missing
+    NO_RATE = EVER_WORSE[2:]
+    #: the classes of rates with a scalar fitted to steps of the same model and strategy, or of others
+    FITTED = ("fitted", "fitted elsewhere")
+    #: the name for all classes, or for all bounds
+    ANY = "any"
 
     intervals: Mapping[str, Mapping[str, Interval]]
     strategies: Sequence[str]
@@ -144,7 +147,7 @@ class ErrorModel:
         factors = interval.factors(more)
         of_known = self.intervals.get(KNOWN, {})
         if unknown and rates in self.of_unknown and of_known:
-            known = of_known.get(bound, of_known[ANY]).factors(more)
+            known = of_known.get(bound, of_known[ErrorModel.ANY]).factors(more)
             low, high = mixed(known, unknown, self.of_unknown[rates])
             if high / low < factors[1] / factors[0]:
                 said = f"{unknown:.0%} of the step on {rates} rates, the rest as on {KNOWN} ones"
@@ -153,16 +156,16 @@ class ErrorModel:
 
     def tie(self, rates: str) -> float:
         """The ratio of the longer to the shorter time up to which two layouts of the same run are a tie."""
-        return math.exp(self.of_ties.get(rates, self.of_ties.get(ANY, 0.0)))
+        return math.exp(self.of_ties.get(rates, self.of_ties.get(ErrorModel.ANY, 0.0)))
 
     def order(self, rates: str, ratio: float) -> str:
         """How often measured pairs of layouts as far apart as ``ratio`` were in the simulated order, as "of
         91 measured pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are no such pairs."""
-        by_distance = self.of_orders.get(rates, self.of_orders.get(ANY, ()))
+        by_distance = self.of_orders.get(rates, self.of_orders.get(ErrorModel.ANY, ()))
         at = Pairs.distance(max(ratio, 1 / ratio) - 1)
         if not by_distance or not by_distance[at].pairs:
             return ""
-        (least, most), pairs = EDGES[at : at + 2], by_distance[at]
+        (least, most), pairs = ErrorModel.EDGES[at : at + 2], by_distance[at]
         apart = f"{least:.0%} and more" if math.isinf(most) else f"{100 * least:.0f} to {most:.0%}"
         share = f"{pairs.right / pairs.pairs:.0%} were in the simulated order"
         return f"of {pairs.pairs} measured pairs {apart} apart, {share}"
@@ -184,7 +187,7 @@ def of_missing_bound(by_rates: Mapping[str, Mapping[str, Interval]], rates: str,
     """The interval of a bound that was not measured in its class: the bound's interval in the next worse
     class, or in the nearest better one, at least as wide as each interval of the class; if no class has the
     bound, the widest of all."""
-    order = next((order for order in (EVER_WORSE, FITTED) if rates in order), ())
+    order = next((order for order in (ErrorModel.EVER_WORSE, ErrorModel.FITTED) if rates in order), ())
     at = order.index(rates) if order else 0
     for other in (*order[at + 1 :], *reversed(order[:at])):
         if bound in by_rates.get(other, {}):

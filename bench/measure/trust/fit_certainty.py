@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, packaged, packaged_errors
@@ -20,10 +21,6 @@ from spbench.bench.measurement import filled, returned_bytes
 from spbench.bench.units import card_gib, shown_share
 from spbench.impls import MEETINGS, PLUS, model_preset
 
-#: the verdicts on whether memory suffices
-FITS, TIGHT, NO = "fits", "tight", "no"
-#: the file of measured runs that the verdicts rest on
-CERTAINTY_FILE = "fit_certainty.json"
 #: how many measured numbers a backend needs for a border, and the share of them that may lie beyond it
 _ENOUGH, _BEYOND = 5, 0.1
 #: the part of a card that an unmeasured kind of program may reserve: such runs took up to four times more
@@ -35,13 +32,13 @@ _ANY_LENGTH = 2**16
 class Certainty(NamedTuple):
     """A verdict on whether a cell fits: ``word``, and ``reason``, which says why it is tight, else ""."""
 
-    word: str
+    word: Literal["fits", "tight", "no"]
     reason: str = ""
 
     @property
     def answer(self) -> str:
         """The answer to whether the cell fits: "yes", "tight" or "no"."""
-        return "yes" if self.word == FITS else self.word
+        return "yes" if self.word == "fits" else self.word
 
 
 class Filled(NamedTuple):
@@ -56,7 +53,8 @@ class Filled(NamedTuple):
     oom: bool
 
 
-class Evidence(NamedTuple):
+@dataclass(frozen=True)
+class Evidence:
     """The evidence of published runs on whether cells fit.
 
     Attributes:
@@ -64,6 +62,9 @@ class Evidence(NamedTuple):
             runs of measured kinds; 1 if there is none.
         kinds: the kinds of programs whose memory was measured, as :func:`kinds_of` names them.
     """
+
+    #: the file of measured runs that the verdicts rest on
+    FILE = "fit_certainty.json"
 
     border: float
     kinds: Collection[str]
@@ -77,7 +78,7 @@ class Evidence(NamedTuple):
     def judged(self, run: Filled) -> Certainty:
         """The verdict on a run: whether it fits, and why it is tight."""
         if run.oom or run.part is None:
-            return Certainty(NO if run.oom else FITS)
+            return Certainty("no" if run.oom else "fits")
         unknown = sorted({*run.kinds} - {*self.kinds}) if run.part >= _ROOM else []
         reasons = [f"no memory of {kind} was ever measured" for kind in unknown]
         least = min(self.border, of_backend := _border_of(run.backend))
@@ -88,13 +89,13 @@ class Evidence(NamedTuple):
                     f"one measured run in ten of {run.backend} took {1 / of_backend - 1:.0%} more than here"
                 )
             reasons.insert(0, f"PyTorch reserves {shown_share(run.part)} of what it can have, and {further}")
-        return Certainty(TIGHT, "; ".join(reasons)) if reasons else Certainty(FITS)
+        return Certainty("tight", "; ".join(reasons)) if reasons else Certainty("fits")
 
 
 @cache
 def packaged_evidence() -> Evidence:
     """The evidence of published runs that this version comes with."""
-    return Evidence(**packaged(CERTAINTY_FILE))
+    return Evidence(**packaged(Evidence.FILE))
 
 
 @cache
@@ -125,10 +126,12 @@ def certainty(cell: Cell, measured: Mapping[str, Any]) -> Certainty | None:
     )  # fully_shard is eager torch too
     run = Filled(part, kinds_of(cell), backend, "", published_oom=False, oom=oom)
     word, reason = packaged_evidence().judged(run)
-    if word == NO or not returned:
+    if word == "no" or not returned:
         return Certainty(word, reason)
     back = f"PyTorch gives {card_gib(returned)} GiB of segments back to the full card in a step"
-    return Certainty(TIGHT, "; ".join([f"{back}, the time of which is not counted", *filter(None, [reason])]))
+    return Certainty(
+        "tight", "; ".join([f"{back}, the time of which is not counted", *filter(None, [reason])])
+    )
 
 
 def kinds_of(cell: Cell) -> frozenset[str]:

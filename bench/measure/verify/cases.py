@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from spbench import impls
 from spbench.bench.measure.processes.rank_pool import Ranks
-from spbench.bench.measure.processes.stacks import NO_END, RankError
+from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.processes.torchrun import ranks_for, shared_backend
 from spbench.bench.measure.verify.explanation import explain_failure, explain_values
@@ -44,8 +44,8 @@ from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.setting_values import names_a_file, read_model_file
 
-#: seconds that a case may take after another case of its strategy did not end within the pool's limit
-HUNG_S = 15.0
+#: seconds after which a case has failed whose ranks only wait for each other
+IDLE_S = 6.0
 
 
 def verify_cases(
@@ -110,13 +110,18 @@ def verify_cases(
         yield from _rows(ranks, cases, device, explain)
 
 
-class _Planned(NamedTuple):
+class PlannedCase(NamedTuple):
     """A case to run, its mesh (or number of ranks), the name of its model, and all options as text."""
 
     case: Case
     mesh: Mapping[str, int] | int
     model: str
-    variant: str
+    variant: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh if isinstance(self.mesh, int) else math.prod(self.mesh.values())
 
 
 def _cases(
@@ -127,7 +132,7 @@ def _cases(
     parts: Sequence[str] | None,
     of_models: Mapping[str, Any],
     settings: Mapping[str, Any],
-) -> Iterator[_Planned]:
+) -> Iterator[PlannedCase]:
     """The cases of :func:`verify_cases`; ``of_models``: options of all models; ``settings``: of each case."""
     of_all = {**settings["options"], **settings["backend_options"]}
     for strategy, (name, preset) in itertools.product(nestings, presets.items()):
@@ -140,10 +145,10 @@ def _cases(
                 folds = _foldings(case, mesh if isinstance(mesh, int) else math.prod(mesh.values()))
                 every = not varying and case.model.parts()[part].build == case.model.build
                 for folded in folds if every else folds[-1:]:
-                    yield _Planned(replace(case, folds=folded), mesh, name, variant)
+                    yield PlannedCase(replace(case, folds=folded), mesh, name, variant)
 
 
-def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) -> Iterator[VerifyRow]:
+def _rows(ranks: Ranks, cases: Sequence[PlannedCase], device: str, explain: int) -> Iterator[VerifyRow]:
     """The row of each case, as soon as the case is done."""
     failures: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # the RED rows, by strategy
     for case, mesh, model, variant in cases:
@@ -154,7 +159,6 @@ def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) ->
             model_name=model,
             variant=variant,
             explain=len(reds) < explain,
-            timeout_s=HUNG_S if any(red.reason.startswith(NO_END) for red in reds) else None,
         )
         reds += [row] if row.status == "RED" else []
         yield row
@@ -204,13 +208,11 @@ def verify_case(
     model_name: str = "",
     variant: str = "",
     explain: bool = False,
-    timeout_s: float | None = None,
 ) -> VerifyRow:
     """Run one case on a mesh of the pool's ranks, or on a number of ranks along one axis, and judge it.
 
     Args:
         explain: run a RED case once more, to say where its step goes wrong first.
-        timeout_s: seconds after which the case has failed; None: the pool's limit.
     """
     try:
         sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
@@ -237,7 +239,7 @@ def verify_case(
         backend = shared_backend(row.size, device)
         if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
             row = replace(row, bytes=EQUAL)
-        findings = pool.run(sizes, check_rank, case, timeout_s=timeout_s, device=device, backend=backend)
+        findings = pool.run(sizes, check_rank, case, idle_s=IDLE_S, device=device, backend=backend)
     except impls.Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))
     except RankError as failed:

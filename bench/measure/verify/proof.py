@@ -9,21 +9,20 @@ verdicts, so that each is verified once.
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spbench import impls
-from spbench.bench.cell import Cell
+from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.processes.rank_pool import RankPool, Ranks
-from spbench.bench.measure.verify.cases import LARGEST_HIDDEN, verify_case
+from spbench.bench.measure.verify.cases import LARGEST_HIDDEN, PlannedCase, verify_case
 from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files
@@ -50,20 +49,25 @@ def unproven(
         pool: the ranks to verify on; None: a pool is started if there is something to verify.
         say: called before the first case with a line on which strategies are verified.
     """
-    asked = {cell.key: (_key(cases), cases) for cell in cells if (cases := _cases(cell))}
-    unknown = {key: cases for key, cases in asked.values() if key not in _verdicts and not _kept(key)}
+    asked, named = dict[str, str](), dict[str, str]()
+    unknown = dict[str, list[PlannedCase]]()
+    for cell in cells:
+        if cases := _cases(cell):
+            asked[cell.key] = key = _key(cases)
+            if key not in _verdicts and not _kept(key):
+                unknown[key] = cases
+                named[key] = cell.strategy if impls.nesting(cell.strategy).axes else cell.training.backend
     if unknown:
-        named = (cases[0].named for cases in unknown.values())
-        say(f"verifying {', '.join(dict.fromkeys(named))}: not verified yet as its code is now")
+        say(f"verifying {', '.join(dict.fromkeys(named.values()))}: not verified yet as its code is now")
     with ExitStack() as stack:
         for key, cases in unknown.items():
             if pool is None:
-                most = max(math.prod(each.sizes.values()) for some in unknown.values() for each in some)
+                most = max(each.size for some in unknown.values() for each in some)
                 pool = stack.enter_context(RankPool(most))
             _verdicts[key] = _verdict(pool, cases)
             if _verdicts[key] is None:
                 _keep(key)
-    verdicts = {cell: _verdicts.get(key) for cell, (key, _) in asked.items()}
+    verdicts = {cell: _verdicts.get(key) for cell, key in asked.items()}
     return {cell: verdict for cell, verdict in verdicts.items() if verdict is not None}
 
 
@@ -71,23 +75,13 @@ def unproven(
 _verdicts: dict[str, Outcome | None] = {}
 
 
-class _Small(NamedTuple):
-    """A small case that is verified in place of a cell, on ``sizes`` ranks along the axes of its strategy.
-
-    Attributes:
-        named: the name of the verified strategy or backend of the cell.
-    """
-
-    named: str
-    model: str
-    case: Case
-    sizes: Mapping[str, int]
-
-
-def _cases(cell: Cell) -> list[_Small]:
-    """The cases to verify before the cell is measured; none where the cell is proven or refused. Later cases
+def _cases(cell: Cell) -> list[PlannedCase]:
+    """The small cases to verify before the cell is measured; none where it is proven or refused. Later cases
     have the strategy on fewer ranks, and at last no options of the backend, for when earlier cases are
-    unsupported. A backend of a strategy without axes is verified with the package's strategies."""
+    unsupported. A backend of a strategy without axes is verified with the package's strategies. A user's step
+    is not verified, because `spbench verify` needs another batch than its measurement."""
+    if cell.strategy == OWN_STEP:
+        return []
     cls, backend = impls.nesting(cell.strategy), cell.training.backend
     of_strategy = bool(cls.axes) and not _is_proven(*cls.classes)
     of_backend = cell.sizes.world > 1 and not _is_proven(impls.backend_class(backend))
@@ -113,28 +107,23 @@ def _cases(cell: Cell) -> list[_Small]:
     # kernels of other packages may have no float64
     precision = cell.precision if cls.requires else "fp64"
     return [
-        _Small(
-            cell.strategy if cls.axes else backend,
-            name,
-            Case(of, model, [*model.parts()][-1], precision, **settings),
-            on,
-        )
+        PlannedCase(Case(of, model, [*model.parts()][-1], precision, **settings), on, name)
         for settings in chosen
         for of, on in tried
         for name, model in _small(cell).items()
     ]
 
 
-def _key(cases: Sequence[_Small]) -> str:
+def _key(cases: Sequence[PlannedCase]) -> str:
     """A digest of the cases, their code and packages: if one changes, the cases are verified again."""
     packages = impls.versions(["torch", *cases[0].case.strategy.requires])
     return _digest([tuple(each) for each in cases], packages, verified_code())
 
 
-def _verdict(pool: Ranks, cases: Sequence[_Small]) -> Outcome | None:
+def _verdict(pool: Ranks, cases: Sequence[PlannedCase]) -> Outcome | None:
     """The outcome of the cells of these cases; None: proven, as a case is green and none is red."""
-    for _, of_size in groupby(cases, key=lambda e: (e.case.strategy.name, e.sizes, e.case.backend_options)):
-        rows = [verify_case(pool, each.case, each.sizes, model_name=each.model) for each in of_size]
+    for _, of_size in groupby(cases, key=lambda e: (e.case.strategy.name, e.mesh, e.case.backend_options)):
+        rows = [verify_case(pool, each.case, each.mesh, model_name=each.model) for each in of_size]
         if red := next((row for row in rows if row.status == "RED"), None):
             # of a traceback the last line
             why = red.verdict.partition("; wrong too: ")[0] or red.reason.strip().splitlines()[-1]

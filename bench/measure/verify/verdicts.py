@@ -2,7 +2,8 @@
 
 A folder has one file of JSON lines: for each run that left verdicts its head (backend, type of device,
 commit, :func:`verified_code`, torch's version, time), then a line for each case, with the fields of
-:class:`VerifyRow`; empty texts and unknown numbers are left out.
+:class:`VerifyRow`; empty texts and unknown numbers are left out. A folder that is committed has a summary
+instead, with such a line for each group of cases (:func:`write_summary`).
 """
 
 import json
@@ -24,8 +25,8 @@ from spbench.bench.measurement import Count, Number, Signed, Text
 from spbench.bench.row import problem
 from spbench.impls import plugin_files
 
-#: the file of verdicts in a folder of results
-VERDICTS_FILE = "verdicts.jsonl"
+#: the files of verdicts in a folder of results: of all cases; of groups of cases, read where that is missing
+VERDICTS_FILE, SUMMARY_FILE = "verdicts.jsonl", "summary.jsonl"
 
 #: the fields of a :class:`VerifyRow`, and the fields of its run's head
 Verdict = dict[str, Any]
@@ -39,6 +40,11 @@ CASE = (
     *("strategy", "model", "variant", "part", "size", "mesh", "dtype", "batch", "seq_len"),
     *("backend", "device"),
 )
+#: the fields that the cases of a group share, of those that could run, and of those that were refused
+GROUP = ("strategy", "model", "part", "dtype", *RUN)
+REFUSED_GROUP = ("strategy", "reason", *RUN)
+#: what a group has no value of
+_OF_ONE_CASE: Verdict = {"variant": "", "batch": None, "seq_len": None, "rank": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,8 @@ class VerifyRow:
         mesh: the number of ranks along each axis, as "tp2xsp3".
         dtype: a key of :data:`PRECISIONS`.
         batch, seq_len: whole sizes, in samples and positions; 0 if an earlier release left them out.
+        cases: the number of cases that a line of a summary is for; ``size`` is their largest, and the other
+            fields are the worst case's.
         status: "unsupported" (the strategy cannot run these sizes) and "as published" (a published baseline
             computes what its authors' code does, which is not what the model asks for) are no faults.
         error, limit: the relative error of the worst tensor over all ranks, and its limit; the worst tensor
@@ -75,6 +83,7 @@ class VerifyRow:
     dtype: Text
     batch: Count = 0
     seq_len: Count = 0
+    cases: Count = 1
     status: Literal["green", "RED", "unsupported", "as published"]
     error: Number | None = None
     limit: Number | None = None
@@ -112,16 +121,19 @@ def verified_code() -> str:
 
 
 def read_verdicts(folder: Path) -> list[Verdict]:
-    """The verdicts in a folder, in the order of their cases; none if the folder has no file of verdicts.
+    """The verdicts in a folder, in the order of their cases, or those of its summary; none if the folder has
+    neither file.
 
     Raises:
         UserError: the file cannot be read, or a line is not a verdict.
     """
-    path = folder / VERDICTS_FILE
+    path = next((each for name in (VERDICTS_FILE, SUMMARY_FILE) if (each := folder / name).exists()), None)
+    return [] if path is None else _verdicts(path)
+
+
+def _verdicts(path: Path) -> list[Verdict]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     verdicts: list[Verdict] = []
@@ -160,20 +172,54 @@ def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[
         UserError: the file cannot be read or written; an earlier file stays as it was.
     """
     verdicts: list[Verdict] = []
-    earlier = [] if folder is None else read_verdicts(folder)
+    path = folder and folder / VERDICTS_FILE
+    earlier = _verdicts(path) if path and path.exists() else []
     try:
         yield verdicts
     finally:
-        if folder is not None:
-            write_whole(folder / VERDICTS_FILE, _text([*earlier, *({**row, **run} for row in verdicts)]))
+        if path:
+            newest = {_key(row, CASE): row for row in (*earlier, *({**row, **run} for row in verdicts))}
+            write_whole(path, _text(newest))
 
 
-def _text(verdicts: Iterable[Verdict]) -> str:
-    """Verdicts as JSON lines: runs in order, each run's cases in order, so that a diff shows changes."""
-    by_case = {tuple(row[name] for name in CASE): row for row in verdicts}
+def write_summary(folder: Path, verdicts: Iterable[Verdict]) -> None:
+    """Write the groups of these verdicts into a folder's summary, whose earlier groups of the same strategies
+    and backends they replace: a line for all green cases of a strategy, model, part and precision, a line for
+    all cases of a strategy that were refused for one reason, and a line for each red case. A file of hundreds
+    of kilobytes then tells what a file of megabytes does.
+
+    Raises:
+        UserError: the earlier summary cannot be read.
+    """
+    path, groups = folder / SUMMARY_FILE, dict[tuple[str, ...], Verdict]()
+    verdicts = list(verdicts)
+    by = ("strategy", "backend", "device")
+    renewed = {_key(row, by) for row in verdicts}
+    earlier = [row for row in (_verdicts(path) if path.exists() else []) if _key(row, by) not in renewed]
+    for row in earlier + verdicts:
+        shared = {"unsupported": REFUSED_GROUP, "green": GROUP}.get(row["status"], (*CASE, *RUN))
+        key = _key(row, ("status", *shared))
+        known = groups.setdefault(key, {**row, "cases": 0})
+        worst = max(known, row, key=lambda each: each["error"] or 0.0)
+        groups[key] = {
+            **worst,
+            "error": worst["error"] and float(f"{worst['error']:.2e}"),
+            "cases": known["cases"] + row["cases"],
+            "size": max(known["size"], row["size"]),
+            **({} if row["status"] == "RED" else _OF_ONE_CASE),
+        }
+    write_whole(path, _text(groups))
+
+
+def _key(row: Verdict, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(str(row[name] if row[name] is not None else "") for name in names)
+
+
+def _text(verdicts: Mapping[tuple[str, ...], Verdict]) -> str:
+    """Verdicts by key as JSON lines: runs in order, a run's keys in order, so that a diff shows changes."""
     runs: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
-    for case in sorted(by_case):
-        runs[tuple(str(by_case[case][name] or "") for name in RUN)].append(by_case[case])
+    for case in sorted(verdicts):
+        runs[_key(verdicts[case], RUN)].append(verdicts[case])
     lines: list[Verdict] = []
     for run in sorted(runs):
         lines.append(dict(zip(RUN, run, strict=True)))
@@ -183,4 +229,5 @@ def _text(verdicts: Iterable[Verdict]) -> str:
 
 def _case(row: Verdict) -> Verdict:
     """The fields of a case's verdict that the head of its run does not have."""
-    return {name: value for name, value in row.items() if name not in RUN and value not in ("", None)}
+    left_out = (*RUN, "cases") if row["cases"] == 1 else RUN
+    return {name: value for name, value in row.items() if name not in left_out and value not in ("", None)}

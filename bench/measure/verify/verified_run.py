@@ -174,7 +174,7 @@ class VerifiedRun:
         """Make routers return the choices in ``given``; if there are none, keep the routers' own."""
         for name, module in self.module.named_modules():
             if isinstance(module, impls.Router):
-                choose = partial(self._noted, name, batch, module.choose)
+                choose: Callable[[Tensor], Tensor] = partial(self._noted, name, batch, module.choose)
                 module.choose = self._given(given[name]) if given else choose  # type: ignore[method-assign]
 
     def _noted(self, name: str, batch: int, choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ class VerifiedRun:
         self.choices[name] = experts.unflatten(0, (batch, -1)).cpu().numpy()
         return experts
 
-    def _given(self, experts: np.ndarray) -> partial[Tensor]:
+    def _given(self, experts: np.ndarray) -> Callable[[Tensor], Tensor]:
         """A function that returns the choices of this rank's tokens, from those of all tokens [B, L, k]."""
         here = impls.positions_of(self.strategy, self.strategy.place, experts.shape[1])
         mine = torch.from_numpy(experts[:, here]).flatten(0, 1)
-        return partial(_copied, mine)
+        return lambda scores: mine.to(scores.device, copy=True)
 
     def _summed(self, x: Tensor | None) -> Tensor | None:
         """The sum of all ranks' shares of a loss, or of a value that follows from shares of a loss."""
@@ -207,10 +207,6 @@ def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for values in held:
             values.copy_(values.to(case.torch_dtype))
-
-
-def _copied(experts: Tensor, scores: Tensor) -> Tensor:
-    return experts.to(scores.device, copy=True)
 
 
 @dataclass(frozen=True)

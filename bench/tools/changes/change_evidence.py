@@ -209,35 +209,38 @@ class Why(NamedTuple):
     text: str = ""
 
 
+#: by metric whose parts a row has: the format of a part's amount; a form of tables.yaml names the parts
+_AMOUNTS = {
+    **dict.fromkeys(("sent_bytes", "peak_memory_bytes", "reserved_memory_bytes"), shown_bytes),
+    "step_time_s": shown_time,
+}
+
+
 def why(quantity: str, base: Row, new: Row) -> Why:
     """Why a metric (or "status") of a cell differs between the cell's two rows."""
     was, now = base["measurement"], new["measurement"]
-    match quantity:
-        case "status":
-            return _status(base, new)
-        case "sent_bytes":
-            return _moved(_sent(was), _sent(now), shown_bytes)
-        case "formula_differences":
-            return Why((), _beside_the_form(now) or _beside_the_form(was))
-        case "peak_memory_bytes":
-            return _peak(was, now)
-        case "reserved_memory_bytes":
-            return _reserved(was, now)
-        case "step_time_s":
-            return _moved(_step(was), _step(now), shown_time)
-        case "answer":
-            return _answer(was, now)
-        case _:
-            return Why()
-
-
-def _status(base: Row, new: Row) -> Why:
-    """The reason of the new status, or else of the old one; for a mismatch, the bytes that differ."""
-    reasons = [_beside_the_form(row["measurement"]) or str(row.get("reason") or "") for row in (new, base)]
-    moved = f"{base['status']} -> {new['status']}"
-    if reasons[0] or not reasons[1]:
-        return Why((moved,), reasons[0])
-    return Why((moved,), f"was: {reasons[1]}")
+    if quantity == "status":
+        # the reason of the new status, or else of the old one; for a mismatch, the bytes that differ
+        reasons = [
+            _beside_the_form(row["measurement"]) or str(row.get("reason") or "") for row in (new, base)
+        ]
+        text = f"was: {reasons[1]}" if reasons[1] and not reasons[0] else reasons[0]
+        return Why((f"{base['status']} -> {new['status']}",), text)
+    if quantity == "formula_differences":
+        return Why((), _beside_the_form(now) or _beside_the_form(was))
+    if quantity == "answer":
+        return Why((), _answer(was, now))
+    if quantity not in _AMOUNTS:
+        return Why()
+    sides = _parts(quantity, was), _parts(quantity, now)
+    if quantity == "reserved_memory_bytes" and not all(sides):
+        return Why()
+    parts = _moved(*sides, _AMOUNTS[quantity])
+    phases = [measured.get("peak_phase") for measured in (was, now)]
+    if quantity == "peak_memory_bytes" and all(phases) and phases[0] != phases[1]:
+        to = f"the peak is in {phases[1]}, was in {phases[0]}"
+        return Why((*parts.moved, to), "; ".join(filter(None, (parts.text, to))))
+    return parts
 
 
 def _beside_the_form(measured: Mapping[str, Any]) -> str:
@@ -246,67 +249,44 @@ def _beside_the_form(measured: Mapping[str, Any]) -> str:
     wrong = measured.get("formula_difference") or []
     if not wrong or not {"phase", "collective", "metered_bytes", "formula_bytes"} <= wrong[0].keys():
         return ""
-    first = wrong[0]
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return (
-        f"{first['collective']} in {first['phase']}: {first['metered_bytes']:,.0f} bytes sent, "
-        f"{first['formula_bytes']:,.0f} by the closed form{more}"
+        "{collective} in {phase}: {metered_bytes:,.0f} bytes sent, "
+        "{formula_bytes:,.0f} by the closed form".format(**wrong[0])
+        + more
     )
 
 
-def _sent(measured: Mapping[str, Any]) -> dict[str, float]:
-    """The bytes sent, by a text that names collective, phase and axis; entries without bytes are left out."""
-    sent: dict[str, float] = {}
+def _parts(quantity: str, measured: Mapping[str, Any]) -> Mapping[str, float]:
+    """The parts of a metric in a measurement by name: of sent bytes, a text that names collective, phase and
+    axis; messages without bytes are left out."""
+    if quantity == "peak_memory_bytes":
+        return {name.replace("_", " "): value for name, value in (measured.get("peak_held") or {}).items()}
+    if quantity != "sent_bytes":
+        seconds = {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})}
+        return TABLES.record(f"parts of {quantity}", {**measured, **seconds})
+    sent: Counter[str] = Counter()
     for entry in measured.get("communication") or ():
         over = f" over {entry['axis']}" if entry.get("axis") else ""
         name = f"{entry.get('collective', 'messages')} in {entry.get('phase', 'the step')}{over}"
-        sent[name] = sent.get(name, 0) + entry["sent_bytes"]
-    return {name: value for name, value in sent.items() if value}
+        sent[name] += entry["sent_bytes"]
+    return +sent
 
 
-def _step(measured: Mapping[str, Any]) -> dict[str, float]:
-    seconds = {**(measured.get("breakdown") or {}), **(measured.get("parts") or {})}
-    return TABLES.record("parts of a step", seconds)
-
-
-def _peak(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
-    held = [measured.get("peak_held") or {} for measured in (was, now)]
-    before, after = ({name.replace("_", " "): value for name, value in of.items()} for of in held)
-    parts = _moved(before, after, shown_bytes)
-    phases = [measured.get("peak_phase") for measured in (was, now)]
-    if all(phases) and phases[0] != phases[1]:
-        to = f"the peak is in {phases[1]}, was in {phases[0]}"
-        return Why((*parts.moved, to), "; ".join(filter(None, (parts.text, to))))
-    return parts
-
-
-def _reserved(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
-    """Why reserved memory changed: the bytes allocated at the peak, or the bytes reserved on top of these."""
-    parts = [
-        {"allocated at the peak": peak, "reserved beside it": reserved - peak}
-        for measured in (was, now)
-        if (peak := measured.get("peak_memory_bytes")) is not None
-        and (reserved := measured.get("reserved_memory_bytes")) is not None
-    ]
-    return _moved(parts[0], parts[1], shown_bytes) if len(parts) == 2 else Why()
-
-
-def _answer(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
+def _answer(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Why a search's answer changed: the smallest value that both rows probed with different statuses; else
     the first value that does not fit now."""
     before, after = ({p.get("value"): p for p in measured.get("proof") or ()} for measured in (was, now))
     for value in sorted(value for value in before.keys() & after.keys() if value is not None):
-        a, b = before[value], after[value]
-        if a.get("status") != b.get("status"):
-            peaks = [
-                f"{p['status']} ({shown_bytes(p['peak_memory_bytes'])})"
-                if p.get("peak_memory_bytes")
-                else str(p.get("status"))
-                for p in (a, b)
-            ]
-            return Why((), f"at {value}: {' -> '.join(peaks)}")
-    full = [p for p in after.values() if p.get("status") == "oom" and p.get("reason")]
-    return Why((), f"at {full[0]['value']}: {full[0]['reason'].split(';')[0]}") if full else Why()
+        pair = before[value], after[value]
+        if pair[0].get("status") != pair[1].get("status"):
+            peaks = [shown_bytes(probe.get("peak_memory_bytes") or 0) for probe in pair]
+            return f"at {value}: " + " -> ".join(
+                f"{probe.get('status')}" + f" ({peak})" * bool(probe.get("peak_memory_bytes"))
+                for probe, peak in zip(pair, peaks, strict=True)
+            )
+    full = (p for p in after.values() if p.get("status") == "oom" and p.get("reason"))
+    return next((f"at {p['value']}: {p['reason'].split(';')[0]}" for p in full), "")
 
 
 def _moved(before: Mapping[str, float], after: Mapping[str, float], shown: Any) -> Why:

@@ -59,7 +59,6 @@ def run_in_turns(
     arguments: Sequence[str],
     rounds: int,
     output: Path,
-    on_turn: Callable[[int, str], None] = lambda number, side: None,
 ) -> dict[str, Path]:
     """Measure versions of a project in turns; the rows of each version go to its folder in ``output``. If all
     measured metrics are exact, only one round is run, because more rounds would give the same numbers.
@@ -68,7 +67,6 @@ def run_in_turns(
         versions: the versions, by the names of their folders in ``output``.
         scenario: a name, or the path of a file; for a file in the repository, each version runs its own copy.
         arguments: further arguments of `spbench run`, without ``--output``.
-        on_turn: called with the round, from 1, and the name of the version before each turn.
 
     Returns:
         The folder of each version, with cells.jsonl, and comparison.csv if the run made one.
@@ -77,46 +75,30 @@ def run_in_turns(
         UserError: a version cannot run the scenario; the error has the version's last message.
         KeyboardInterrupt: passed on, when the processes have ended.
     """
-    repository = measured_repository()
+    repository, file = measured_repository(), resolved(Path(scenario))
     rows: dict[str, list[list[Row]]] = {side: [] for side in versions}
     with tempfile.TemporaryDirectory(prefix="spbench-rounds-", ignore_cleanup_errors=True) as scratch:
         for number in range(rounds):
             for side in list(versions)[:: 1 if number % 2 == 0 else -1]:
-                on_turn(number + 1, side)
+                message(f"round {number + 1} of up to {rounds}: {side}")
                 folder, version = Path(scratch, f"{side}-{number}"), versions[side]
-                named = _of_version(scenario, repository, version)
-                words = ["--scenario", named, *arguments, "--output", str(folder)]
-                stderr = _run(version, _working_folder(repository, version), words)
+                own = _counterpart(file, repository, version, file) if file.is_file() else scenario
+                words = ["--scenario", str(own), *arguments, "--output", str(folder)]
+                stderr = _run(version, _counterpart(Path.cwd(), repository, version, version.root), words)
                 rows[side].append(_rows(side, version, folder, stderr))
             if number == 0 and not any("rounds" in row for by in rows.values() for row in merged_rounds(by)):
                 break
         return {side: _write(merged_rounds(rows[side]), Path(scratch), output, side) for side in versions}
 
 
-def _counterpart(path: Path, repository: Path, version: CodeVersion) -> Path | None:
-    """The path in a version's tree of a file or folder of the repository; None if the version lacks the file,
-    or ``path`` lies outside the repository."""
+def _counterpart(path: Path, repository: Path, version: CodeVersion, lacking: Path) -> Path:
+    """The path in a version's tree of a file or folder of the repository; ``lacking`` if the version has no
+    such path; ``path`` itself if it lies outside the repository."""
     path, repository = resolved(path), resolved(repository)
     if not path.is_relative_to(repository):
-        return None
+        return path
     other = version.root / path.relative_to(repository)
-    return other if other.exists() else None
-
-
-def _of_version(scenario: str, repository: Path, version: CodeVersion) -> str:
-    """The scenario's name or path for a version: the path of the version's own file if it has one."""
-    if not (file := Path(scenario)).is_file():
-        return scenario
-    return str(_counterpart(file, repository, version) or resolved(file))
-
-
-def _working_folder(repository: Path, version: CodeVersion) -> Path:
-    """The folder in which a version is run: the version's counterpart of the working folder, or the working
-    folder itself if it lies outside the repository."""
-    folder = Path.cwd()
-    if not folder.is_relative_to(repository.resolve()):
-        return folder
-    return _counterpart(folder, repository, version) or version.root
+    return other if other.exists() else lacking
 
 
 def _run(version: CodeVersion, folder: Path, arguments: Sequence[str]) -> str:
@@ -258,7 +240,7 @@ def command(
     if in_turns:
         if scenario is None:
             raise click.UsageError("--run needs a --scenario")
-        return _compared_in_turns(base, new, scenario, rounds, output, arguments, subset=subset)
+        return _compared_in_turns(base, new, scenario, rounds, output, arguments, subset)
     refuse_given(("scenario", "output", "rounds"), "needs --run")
     if arguments:
         raise click.UsageError(f"{arguments[0]} needs --run")
@@ -275,8 +257,7 @@ def _compared_in_turns(
     scenario: str,
     rounds: int,
     output: Path | None,
-    arguments: list[str],
-    *,
+    words: list[str],
     subset: bool,
 ) -> Output:
     """Run a scenario at two commits in turns, and judge the two results.
@@ -288,21 +269,11 @@ def _compared_in_turns(
     repository = measured_repository()
     target = output or Path("results", "runs", f"compare_{Path(scenario).stem}")
     with termination_as_interrupt(), ExitStack() as stack:
-        sides = {
-            side: working_tree(repository)
-            if ref is None
-            else stack.enter_context(checked_out(repository, ref))
-            for side, ref in (("base", base), ("new", new))
-        }
+        enter = stack.enter_context
+        sides = {"base": enter(checked_out(repository, base))}
+        sides["new"] = working_tree(repository) if new is None else enter(checked_out(repository, new))
         message(f"base is {sides['base']}, new is {sides['new']}")
-        folders = run_in_turns(
-            sides,
-            scenario,
-            arguments,
-            rounds,
-            target,
-            lambda number, side: message(f"round {number} of up to {rounds}: {side}"),
-        )
+        folders = run_in_turns(sides, scenario, words, rounds, target)
         results = {side: read_results(folder) for side, folder in folders.items()}
     machines = list(dict.fromkeys(name for read in results.values() for name in read.machines))
     made_by = [f"{side} {version}" for side, version in sides.items()]
@@ -311,8 +282,7 @@ def _compared_in_turns(
         f"{made_by[1]} against {made_by[0]}",
         notes=[f"{', '.join(made_by)}, on {'; '.join(machines)}", f"results are in {target}"],
         about={
-            "base": sides["base"].commit,
-            "new": sides["new"].commit,
+            **{side: version.commit for side, version in sides.items()},
             "new_changed": sides["new"].changed,
             "machines": machines,
             "folders": {side: str(folder) for side, folder in folders.items()},

@@ -98,37 +98,29 @@ def _count(number: int, what: str) -> str:
 # -- what changed, by strategy ---------------------------------------------------------------------------
 
 
-_CHANGES = ("", "metric", "strategy", "cells", "change", "commits", "meant", "also changed")
-
-
 def changes_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
-    """A table with a line for each metric, strategy and target that cells miss, then a line for each metric,
-    strategy and range of commits with steps; no table if there are no lines."""
-    if lines := [*_missed(assessments), *_steps(assessments)]:
-        below = ("strategy", "meant", "also changed")
-        yield Table("What changed, by strategy", lines, important=_CHANGES[:6], below=below)
-
-
-def _missed(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
-    missed = [(each.series, target) for each in assessments for target in each.missed]
-    alike = grouped(missed, lambda m: (m[0].metric.name, strategy_of(m[0].cell), _target_text(m[1], m[0])))
-    for (metric, strategy, text), some in alike.items():
-        cells = len({series.cell for series, _ in some})
-        line = ("missed target", metric, strategy, cells, text, None, None, None)
-        yield dict(zip(_CHANGES, line, strict=True))
-
-
-def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
-    """A line for each verdict, metric, strategy and commit range of steps, with the smallest and the largest
-    change as texts."""
+    """A table with a line for each metric, strategy and target that cells miss, then a line for each verdict,
+    metric, strategy and range of commits with steps, with the smallest and the largest change as texts; no
+    table if there are no lines."""
+    missed = [(each, target) for each in assessments for target in each.missed]
+    by_target = grouped(
+        missed,
+        lambda m: (m[0].series.metric.name, strategy_of(m[0].series.cell), _target_text(m[1], m[0].series)),
+    )
     ordered = sorted(assessments, key=lambda each: not each.regressions)
-    alike = grouped(((a, step) for a in ordered for step in reversed(a.steps)), _about)
-    for (*about, commits), some in alike.items():
-        rising = sorted(some, key=lambda pair: -abs(pair[1].change))[::-1]
-        texts = [a.series.difference(step.before, step.after) for a, step in (rising[0], rising[-1])]
-        cells, last = len({each.series.cell for each, _ in some}), rising[-1][1]
-        line = (*about, cells, " to ".join(dict.fromkeys(texts)), commits, last.meant, _also_changed(last))
-        yield dict(zip(_CHANGES, line, strict=True))
+    by_step = grouped(((each, step) for each in ordered for step in reversed(each.steps)), _about)
+    lines: list[dict[str, Any]] = []
+    for (metric, strategy, text), of_target in by_target.items():
+        about = {"verdict": "missed target", "metric": metric, "strategy": strategy, "change": text}
+        lines.append({**about, "pairs": of_target})
+    for (verdict, metric, strategy, commits), pairs in by_step.items():
+        rising = sorted(pairs, key=lambda pair: -abs(pair[1].change))[::-1]
+        texts = [each.series.difference(step.before, step.after) for each, step in (rising[0], rising[-1])]
+        about = {"verdict": verdict, "metric": metric, "strategy": strategy, "commits": commits}
+        change, last = " to ".join(dict.fromkeys(texts)), rising[-1][1]
+        lines.append({**about, "change": change, "pairs": pairs, "step": last, "also": _also_changed(last)})
+    if lines:
+        yield TABLES.table("what changed", "What changed, by strategy", lines)
 
 
 def _about(pair: tuple[Assessment, Step]) -> tuple[str, str, str, str]:

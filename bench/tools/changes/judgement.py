@@ -26,11 +26,15 @@ from spbench.bench.tools.changes.metrics import (
     STATUSES,
     VERDICTS,
     Difference,
+    Verdict,
     readings,
     verdict_of_change,
 )
 from spbench.bench.tools.changes.result_files import Results, read_results
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
+
+#: a row of comparison.csv
+Claim = Mapping[str, Any]
 
 #: metrics of a search that are judged even if its answer has changed
 OF_ANY_ANSWER = ("formula_differences", "answer")
@@ -157,22 +161,17 @@ def _explained(difference: Difference, base: Row | None, new: Row | None) -> Dif
     """The difference, with its cell's strategy and the reason why the values differ added."""
     either = new or base
     strategy = str(either["cell"].get("strategy", "")) if either else ""
-    if base is None or new is None:
-        return replace(difference, strategy=strategy)
-    moved, text = why(difference.quantity, base, new)
+    moved, text = why(difference.quantity, base, new) if base and new else ((), "")
     return replace(difference, strategy=strategy, moved=moved, why=text)
 
 
-def _explained_claim(
-    difference: Difference, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None
-) -> Difference:
+def _explained_claim(difference: Difference, base: Claim | None, new: Claim | None) -> Difference:
     """The difference, with its cell's strategy and the published number and ours added."""
-    strategy = str((new or base or {}).get("strategy") or "")
-    if base is None or new is None or new["published"] is None:
-        return replace(difference, strategy=strategy)
-    ours = ("none" if row["reproduced"] is None else f"{row['reproduced']:.6g}" for row in (base, new))
-    text = f"published {new['published']:.6g}, ours {' -> '.join(ours)}"
-    return replace(difference, strategy=strategy, why=text)
+    text = ""
+    if base and new and new["published"] is not None:
+        ours = ("none" if row["reproduced"] is None else f"{row['reproduced']:.6g}" for row in (base, new))
+        text = f"published {new['published']:.6g}, ours {' -> '.join(ours)}"
+    return replace(difference, strategy=str((new or base or {}).get("strategy") or ""), why=text)
 
 
 def _not_finite(key: str, base: Row | None, fields: Sequence[str]) -> Iterator[Difference]:
@@ -183,12 +182,9 @@ def _not_finite(key: str, base: Row | None, fields: Sequence[str]) -> Iterator[D
 
 
 def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator[Difference]:
-    if new is None:
-        assert base is not None
-        yield Difference("missing", key, "cell", base["status"], None, allowed=subset)
-        return
-    if base is None:
-        yield Difference("new", key, "cell", None, new["status"])
+    if base is None or new is None:
+        was, is_now = (row["status"] if row else None for row in (base, new))
+        yield from _numbers(key, "cell", was, is_now, allowed=subset)
         return
     if base["status"] != new["status"]:
         change = STATUSES.index(new["status"]) - STATUSES.index(base["status"])
@@ -203,45 +199,56 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
     same_answer = before.get("answer") == now.get("answer")
     for metric in METRICS if same_answer else [m for m in METRICS if m.name in OF_ANY_ANSWER]:
         was, is_now = before.get(metric.name), now.get(metric.name)
-        if was is None and is_now is None:
-            continue
-        if was is None or is_now is None:
-            # a search without an answer says that nothing fits; any other number is missing, or is new
-            yield Difference("missing" if is_now is None else "new", key, metric.name, was, is_now)
-        elif abs(is_now - was) > metric.tolerance * abs(was):  # never of NaN, which has a line of its own
-            excess = metric.excess(was, is_now)
-            yield Difference(verdict_of_change(excess), key, metric.name, was, is_now, excess)
+        # a search without an answer says that nothing fits; any other number is missing, or is new
+        excess = 0.0 if was is None or is_now is None else metric.excess(was, is_now)
+        yield from _numbers(key, metric.name, was, is_now, excess, metric.tolerance * abs(was or 0))
 
 
-def _claim(
-    where: str, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None, allowed: bool
+def _numbers(
+    where: str,
+    quantity: str,
+    base: Any,
+    new: Any,
+    excess: float = 0.0,
+    tolerance: float = 0.0,
+    *,
+    allowed: bool = False,
 ) -> Iterator[Difference]:
+    """At most one difference of two numbers, None where there is no number: one is missing or new, or they
+    differ by more than the absolute ``tolerance``, never by NaN.
+
+    Args:
+        excess: how much worse the new number is.
+        allowed: a number may be missing.
+    """
+    if base is None or new is None:
+        if base is not new:
+            verdict: Verdict = "missing" if new is None else "new"
+            yield Difference(verdict, where, quantity, base, new, allowed=allowed and new is None)
+    elif abs(new - base) > tolerance:
+        yield Difference(verdict_of_change(excess), where, quantity, base, new, excess)
+
+
+def _claim(where: str, base: Claim | None, new: Claim | None, allowed: bool) -> Iterator[Difference]:
     """The differences of one claim, a published number and ours; ``allowed``: the new results may lack it."""
     before, now = (
         None if row is None or row["relative_error"] is None else abs(row["relative_error"])
         for row in (base, new)
     )
-    if base is None:
-        yield Difference("new", where, "error", None, now)
-        return
-    if new is None:
-        yield Difference("missing", where, "error", before, None, allowed=allowed)
+    if base is None or new is None:
+        verdict: Verdict = "new" if base is None else "missing"
+        yield Difference(verdict, where, "error", before, now, allowed=allowed and new is None)
         return
     right = [row["status_published"] == row["status_reproduced"] for row in (base, new)]
     if right[0] != right[1]:
-        was, is_now = base["status_reproduced"], new["status_reproduced"]
-        yield Difference(
-            verdict_of_change(right[0] - right[1]), where, "published status", was, is_now, allowed=allowed
-        )
+        statuses = base["status_reproduced"], new["status_reproduced"]
+        verdict = verdict_of_change(right[0] - right[1])
+        yield Difference(verdict, where, "published status", *statuses, allowed=allowed)
     if now is not None and not math.isfinite(now):
         yield Difference("worse", where, "error", before, math.nan)
-    elif before is None or now is None:
-        if before is not None:
-            yield Difference("missing", where, "error", before, None, allowed=allowed)
-        elif now is not None:
-            yield Difference("new", where, "error", None, now)
-    elif abs(now - before) > ERROR_TOLERANCE:
-        yield Difference(verdict_of_change(now - before), where, "error", before, now, now - before)
+    else:
+        excess = (now or 0.0) - (before or 0.0)
+        yield from _numbers(where, "error", before, now, excess, ERROR_TOLERANCE, allowed=allowed)
 
 
 def check_gate(base: Results, new: Results) -> None:

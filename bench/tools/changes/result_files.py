@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasPath, BaseModel, Field, ValidationError
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import parse_json, read_file, resolved
@@ -155,21 +155,16 @@ def origin_of(row: Row, results: Path | None = None, commit: str = "") -> Origin
     digits = name.removesuffix(DIRTY)
     if results is not None:
         digits = full_commit(digits, results) if digits else "" if provenance else last_change(results)
-    cpu = {"cpu": provenance["cpu"]} if provenance.get("cpu") else {}
-    facts = {**cpu, **(provenance.get("machine") or {})}
-    names = [name for name in dict.fromkeys((*_FIRST, *provenance)) if name not in _NO_VERSIONS]
+    facts = {name: fact for name, fact in provenance.items() if name == "cpu" and fact}
+    facts |= provenance.get("machine") or {}
     devices = [rank.get("device") for rank in row["measurement"].get("ranks") or ()]
     # without NVIDIA's management library, the GPUs have the names that torch gives to the ranks' devices
     if not facts.get("gpus") and (gpus := [device for device in devices if device not in (None, "cpu")]):
         facts["gpus"] = gpus
-    return Origin(
-        digits,
-        name.endswith(DIRTY),
-        provenance.get("host") or "",
-        facts,
-        {name: version for name in names if (version := provenance.get(name))},
-        row.get("time") or "",
-    )
+    libraries = [name for name in dict.fromkeys((*_FIRST, *provenance)) if name not in _NO_VERSIONS]
+    versions = {name: version for name in libraries if (version := provenance.get(name))}
+    host, time = provenance.get("host") or "", row.get("time") or ""
+    return Origin(digits, name.endswith(DIRTY), host, facts, versions, time)
 
 
 def suite_of(path: Path) -> str:
@@ -220,37 +215,21 @@ def _read_claims(path: Path, judged: bool) -> Claims:
 # -- pytest-benchmark ------------------------------------------------------------------------------------
 
 
-class _Stats(BaseModel):
-    median: Number
-    data: list[Number] | None = None
-
-
 class _Benchmark(BaseModel):
     name: str
     fullname: str
     group: str | None = None
-    stats: _Stats
-
-
-class _Processor(BaseModel):
-    brand_raw: str | None = None
-
-
-class _MachineInfo(BaseModel):
-    node: str | None = None
-    python_version: str | None = None
-    cpu: _Processor | None = None
-
-
-class _CommitInfo(BaseModel):
-    id: str | None = None
-    dirty: bool | None = False
+    median: Number = Field(validation_alias=AliasPath("stats", "median"))
+    data: list[Number] | None = Field(None, validation_alias=AliasPath("stats", "data"))
 
 
 class _BenchmarksFile(BaseModel):
     benchmarks: list[_Benchmark]
-    machine_info: _MachineInfo | None = None
-    commit_info: _CommitInfo | None = None
+    host: str | None = Field(None, validation_alias=AliasPath("machine_info", "node"))
+    python: str | None = Field(None, validation_alias=AliasPath("machine_info", "python_version"))
+    cpu: str | None = Field(None, validation_alias=AliasPath("machine_info", "cpu", "brand_raw"))
+    commit: str | None = Field(None, validation_alias=AliasPath("commit_info", "id"))
+    dirty: bool | None = Field(None, validation_alias=AliasPath("commit_info", "dirty"))
     datetime: str | None = None
 
 
@@ -301,26 +280,16 @@ def _rows_of_benchmarks(files: Mapping[Path, _BenchmarksFile]) -> tuple[list[Row
 
 
 def _rows(content: _BenchmarksFile) -> Iterator[Row]:
-    machine, commit = content.machine_info or _MachineInfo(), content.commit_info or _CommitInfo()
-    made_by = (commit.id or "")[:SHORT_HASH]
-    origin = {
-        "commit": f"{made_by}{DIRTY}" if made_by and commit.dirty else made_by or None,
-        "python": machine.python_version,
-        "host": machine.node,
-        "cpu": machine.cpu and machine.cpu.brand_raw,
-    }
+    made_by = (content.commit or "")[:SHORT_HASH]
+    commit = f"{made_by}{DIRTY}" if made_by and content.dirty else made_by or None
     for benchmark in content.benchmarks:
-        samples = benchmark.stats.data
-        times: dict[str, Any] = {
-            "time_s": benchmark.stats.median,
-            **({"time_samples_s": samples} if samples else {}),
-        }
+        times: dict[str, Any] = {"time_s": benchmark.median, "time_samples_s": benchmark.data}
         yield Row(
             key=benchmark.fullname,
             cell={"engine": PYTEST_BENCHMARK, "model": benchmark.name, "group": benchmark.group or ""},
             status="ok",
             reason="",
-            measurement=Measured(**times),
+            measurement=Measured(**{name: value for name, value in times.items() if value not in (None, [])}),
             time=content.datetime or "",
-            provenance=origin,
+            provenance={"commit": commit, **content.model_dump(include={"python", "host", "cpu"})},
         )

@@ -48,22 +48,15 @@ def _labels(value: ExportedValue) -> str:
     return ",".join(f'{name}="{text}"' for name, text in labels.items())
 
 
-#: the file of metrics whose smaller or bigger values are better, named after the tool that reads the file
-_FILES = {"smaller": "customSmallerIsBetter.json", "bigger": "customBiggerIsBetter.json"}
-
-
 def _to_github_action(request: ExportRequest) -> Exported:
     """A file for each tool; an empty file is left out, because the action refuses it. The action charts each
     name over commits: SUITE/CELL/METRIC, where the cell is a key with a digest of all settings. Values keep
     all digits, so that an alert threshold of 100% reports a single byte."""
-    by_file = grouped(request.values(), lambda value: _FILES[value.reading.metric.better])
-    entries = {
-        file: [FORMS.record("github-action", **value.about) for value in some]
-        for file, some in by_file.items()
-    }
-    return Exported(
-        {file: json.dumps(some, indent=1) + "\n" for file, some in entries.items()}, request.left_out()
-    )
+    texts = {}
+    for better, values in grouped(request.values(), lambda value: value.reading.metric.better).items():
+        entries = [FORMS.record("github-action", **value.about) for value in values]
+        texts[f"custom{better.capitalize()}IsBetter.json"] = json.dumps(entries, indent=1) + "\n"
+    return Exported(texts, request.left_out())
 
 
 export_github_action = _to_github_action
@@ -167,6 +160,22 @@ class _Entry(NamedTuple):
     metric: Metric
     reading: Reading | None
 
+    @property
+    def value(self) -> float | None:
+        """The value in asv's form: None for a cell that failed, and NaN for a cell that cannot run."""
+        if self.reading is not None:
+            return integral(self.reading.value)
+        return None if self.row["status"] in FAULTS else math.nan
+
+    @property
+    def samples(self) -> list[float]:
+        return list(self.reading.samples) if self.reading else []
+
+    @property
+    def quartiles(self) -> list[float]:
+        """The three quartiles of two or more samples; else an empty list."""
+        return statistics.quantiles(self.samples, method="inclusive") if len(self.samples) > 1 else []
+
 
 def _to_asv(request: ExportRequest) -> Exported:
     """machine.json of each machine, benchmarks.json and, last, the results of each commit.
@@ -218,8 +227,7 @@ export_asv = _to_asv
 
 
 def _commit_time_s(commit: str, suite: Suite) -> int:
-    seconds = commit_time_s(commit, suite.path) if commit else None
-    if seconds is None:
+    if (seconds := commit_time_s(commit, suite.path) if commit else None) is None:
         raise UserError(
             f"{suite.name}: asv shows results by commit, and git knows no commit {commit or '(none)'} here; "
             "export in the checkout that was measured, or name the commit by --commit"
@@ -255,32 +263,10 @@ def _by_benchmark(suite: Suite, rows: Sequence[Row], benchmarks: Benchmarks) -> 
 
 def _columns(cells: Sequence[_Entry]) -> list[Any]:
     """The columns of one benchmark, each with a value for each cell; blank last columns are left out."""
-    samples = [list(reading.samples) if reading else [] for _, _, reading in cells]
-    quartiles = [statistics.quantiles(s, method="inclusive") if len(s) > 1 else None for s in samples]
-    by_column = {
-        "result": [_value(entry) for entry in cells],
-        "params": [[entry.row["key"] for entry in cells]],
-        "version": BENCHMARK_VERSION,
-    }
-    if any(samples):
-        by_column |= {
-            "stats_q_25": [three[0] if three else None for three in quartiles],
-            "stats_q_75": [three[2] if three else None for three in quartiles],
-            "stats_number": [1 if taken else None for taken in samples],
-            "stats_repeat": [len(taken) or None for taken in samples],
-            "samples": [taken or None for taken in samples],
-        }
-    columns = [by_column.get(column) for column in COLUMNS]
-    while columns[-1] is None:
-        columns.pop()
-    return columns
-
-
-def _value(entry: _Entry) -> float | None:
-    """The value in asv's form: None for a cell that failed, and NaN for a cell that cannot run."""
-    if entry.reading is not None:
-        return integral(entry.reading.value)
-    return None if entry.row["status"] in FAULTS else math.nan
+    lines = FORMS.records("asv cell", cells)
+    by_column: dict[str, Any] = {name: [line[name] for line in lines] for name in lines[0]}
+    by_column |= {"params": [[entry.row["key"] for entry in cells]], "version": BENCHMARK_VERSION}
+    return [by_column.get(column) for column in COLUMNS[: -1 if any(by_column["samples"]) else 3]]
 
 
 def _read_benchmarks(path: Path) -> Benchmarks:

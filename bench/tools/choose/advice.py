@@ -2,20 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
-from spbench.bench.measure import ATTENTION, packaged_model, priced_by_in_words, written
+from spbench.bench.command_line.record_forms import TIE
+from spbench.bench.measure import ATTENTION, packaged_model, written
 from spbench.bench.tools.choose import ranking
-from spbench.bench.tools.choose.fit_verdict import TABLES
+from spbench.bench.tools.choose.fit_verdict import TABLES, has_experts
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.subject import micro_batch_of
+from spbench.bench.tools.choose.suggestions import micro_batch_of
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
 from spbench.bench.tools.jobs.flags import OWN_WAYS, differences
-from spbench.bench.units import GIB, shown_price
 from spbench.impls import model_preset
 
 #: kinds of jobs that take the arguments of another program, and that program
@@ -62,38 +63,27 @@ class Advice:
         """Whether the layout fits, and its time ties with the shortest; see :func:`.ranking.is_tie`."""
         return seen.fits and ranking.is_tie(seen, self.result.best)
 
-    def hidden_ties(self) -> list[ranking.Seen]:
-        """The ties with the fastest that are not named, the simplest first; no named tie is less simple."""
-        return [seen for seen in ranking.ranked(self.result.best)[ranking.NAMED :] if self.is_tie(seen)]
+    @property
+    def ties(self) -> list[ranking.Seen]:
+        """The ties with the fastest, the simplest first; those after the named ones are hidden."""
+        return [*filter(self.is_tie, ranking.ranked(self.result.best))]
 
     @property
     def winner(self) -> ranking.Seen | None:
         """The layout named first: the simplest of the ties with the fastest; None: nothing fits."""
         return next(iter(self.ranked), None)
 
-    @property
-    def asked(self) -> dict[str, Any]:
-        """The question as plain data: model, cluster, GPUs, length, figures and batch."""
-        cell = self.question.cell
-        return {
-            "model": cell.model,
-            "cluster": self.question.cluster,
-            **self.question.place,
-            "batch": cell.batch,
-        }
-
     def table(self) -> list[dict[str, Any]]:
         """A mapping for each layout: the question's fields, then the layout's."""
-        return [{**self.asked, **record} for record in self.records()]
+        return [{**self.question.asked, **record} for record in self.records()]
 
     def records(self) -> list[dict[str, Any]]:
         """One mapping of plain data for each named layout, the best first."""
-        best = self.result.best
-        ties = sum(map(self.is_tie, best)) > 1
+        best, ties = self.result.best, self.ties
         meanings = {
             "own": self.result.own,
             "best": best[0] if best else None,
-            "tie": lambda seen: ties and self.is_tie(seen),
+            "tie": lambda seen: len(ties) > 1 and self.is_tie(seen),
             "micro_batch": micro_batch_of,
             "settings": lambda cell: written(ranking.settings_beside(self.question.cell, cell)),
             "attention": lambda cell: model_preset(*cell.model_arguments).attention_kernel,
@@ -103,47 +93,27 @@ class Advice:
         lines = TABLES.records("layout", self.ranked, **meanings)
         return [{"rank": rank, **line} for rank, line in enumerate(lines, start=1)]
 
-    def fullness(self) -> str:
-        """A warning if the winner is too full or tight, with the first tie that is not too full; else ""."""
-        winner = self.winner
-        if winner is None or not winner.fits or not winner.is_full:
-            because = winner.certainty.reason if winner else ""
-            return f"{winner} is tight: {because}" if because else ""
-        left = winner.memory.spare_bytes / GIB
-        text = f"{winner} leaves {left:.1f} GiB, less than {ranking.SPARE:.0%} of a card"
-        ties = [s for s in ranking.ranked(self.result.best) if self.is_tie(s) and s.exact and s is not winner]
-        if (roomy := next((s for s in ties if not s.is_full), None)) is None:
-            return f"{text}, and so does every tie that was traced whole" if ties else text
-        ratio = roomy.step_s / winner.step_s - 1
-        return f"{text}; {roomy} takes {ratio:+.0%} and leaves {roomy.memory.spare_bytes / GIB:.1f}"
+    def text(self, form: str, **values: Any) -> str:
+        """A text on the answer, by a form of words.yaml."""
+        words = {"TIE": TIE, "NAMED": ranking.NAMED, "SPARE": ranking.SPARE, "ATTENTION": ATTENTION}
+        return TABLES.text(form, self, beside=beside_in_words, causes=causes_in_words, **words, **values)
 
-    def folding(self) -> str:
-        """In words, how much the fastest layout gains because its experts lie on other groups of ranks than
-        the rest; "": they do not, or there are no experts. Only layouts that were traced whole count."""
+    @property
+    def roomy(self) -> list[ranking.Seen]:
+        """The ties with the winner that were traced whole, those that leave enough of a card free first."""
+        others = [seen for seen in self.ties if seen.exact and seen is not self.winner]
+        return sorted(others, key=lambda seen: seen.is_full)
+
+    @property
+    def folds(self) -> list[ranking.Seen]:
+        """The fastest layout, if its experts lie on other groups of ranks than the rest of the model, then
+        the fastest whose experts do not, if one fits. Only layouts that were traced whole count. Empty: the
+        experts of the fastest layout do not, or there are no experts."""
         whole = sorted((s for s in self.result.traced if s.fits and s.exact), key=lambda seen: seen.step_s)
-        if not whole or not ranking.has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
-            return ""
-        head = f"folding: the fastest layout, {whole[0]}, has its experts over ranks of several axes"
-        other = next((s for s in whole if not folds_anew(s.cell.sizes.by_axis)), None)
-        if other is None:
-            return f"{head}; none without it that was traced fits"
-        cause = causes_in_words(other, whole[0], 1)
-        return f"{head}; without it {other} takes {other.step_s / whole[0].step_s - 1:+.0%}: {cause}"
-
-    def priced_by(self) -> str:
-        """In words, the work of the best layouts that is priced by a rate of other work; "": all work has
-        rates."""
-        return priced_by_in_words(seen.measurement for seen in self.result.best)
-
-    def attention(self) -> str:
-        """In words, the winner's attention kernel, and how long its step would take with other kernels, the
-        shortest first; "": no other kernel was priced."""
-        others = sorted((p for p in self.prices if p.settings.startswith(ATTENTION)), key=lambda p: p.ratio)
-        if self.winner is None or not others:
-            return ""
-        kernel = model_preset(*self.winner.cell.model_arguments).attention_kernel
-        steps = ", ".join(f"{p.settings.partition('=')[2]} {shown_price(p.ratio)}" for p in others)
-        return f"attention by {kernel}; a step by others: {steps}"
+        if not whole or not has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
+            return []
+        unfolded = (seen for seen in whole if not folds_anew(seen.cell.sizes.by_axis))
+        return [whole[0], *islice(unfolded, 1)]
 
     def bars(self) -> list[dict[str, Any]]:
         """The records of the named layouts, each with the seconds of each part of its step, for a figure."""
@@ -157,25 +127,9 @@ class Advice:
 
     def point(self) -> dict[str, Any]:
         """A point of a map: the winner's strategy ("" if nothing fits), and whether another strategy ties."""
-        winner = self.winner
-        strategy = winner.cell.strategy if winner else ""
-        others = [s for s in self.result.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]
-        return {
-            **self.asked,
-            "strategy": strategy,
-            "mesh": winner.cell.mesh_text if winner else "",
-            "tie": bool(others),
-            "tokens_per_s": winner.measurement["tokens_per_s"] if winner else None,
-        }
-
-    def in_words(self) -> str:
-        """The question in words: model, GPUs, cluster, batch and length."""
-        cell = self.question.cell
-        sequences = f"{cell.batch} sequence{'s' if cell.batch != 1 else ''} of {cell.seq_len}"
-        sizes = [cell.model_options.get(name) for name in ("layers", "hidden")]
-        # a job that gives all sizes has a preset only in name
-        model = f"a model of {sizes[0]} layers of width {sizes[1]}" if all(sizes) else cell.model
-        return f"{model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
+        own = TABLES.record("point", self)
+        others = (seen for seen in self.result.of_strategies if seen.cell.strategy != own["strategy"])
+        return {**self.question.asked, **own, "tie": any(map(self.is_tie, others))}
 
     def why(self) -> str:
         """A sentence with numbers on why the winner is before the best of the next strategy; "" if there is
@@ -205,12 +159,7 @@ class Advice:
 
 def beside_in_words(seen: ranking.Seen, other: ranking.Seen, named: str = "") -> str:
     """In words, how much longer a step of ``seen`` takes than one of ``other``, which is called ``named``."""
-    ratio = seen.step_s / other.step_s
-    share = abs(ratio - 1)
-    words, joint = f"{share:.{0 if share >= 0.1 else 1}%} {'more' if ratio >= 1 else 'less'} time", "than"
-    if ratio >= 2:
-        words, joint = f"{ratio:.1f} times as long", "as"
-    return f"takes {words} {joint if named else ''} {named}".rstrip()
+    return TABLES.text("beside", ratio=seen.step_s / other.step_s, named=named)
 
 
 def causes_in_words(other: ranking.Seen, winner: ranking.Seen, most: int = 2) -> str:
@@ -232,31 +181,14 @@ def causes_in_words(other: ranking.Seen, winner: ranking.Seen, most: int = 2) ->
 
 def own_in_words(answer: Advice) -> Iterator[str]:
     """The lines of an answer on the job's own layout; none if the question has no such layout."""
-    own, asked = answer.result.own, answer.question.own
-    if asked is None:
-        return
-    if own is None:
-        reasons = answer.result.refused
+    asked = answer.question.own
+    if asked is not None:
         cell = asked.looked_at
-        reason = reasons.get(f"{cell.strategy} {cell.mesh_text}", "")
-        yield f"yours cannot be timed{f': {reason}' if reason else ''}"
-        return
-    yield f"yours, {own} with {own.cell.training.backend}, {_beside_the_best(answer, own)}"
-    yield from _changes_in_words(answer)
-
-
-def _beside_the_best(answer: Advice, own: ranking.Seen) -> str:
-    memory, fastest = own.memory, next(iter(answer.result.best), None)
-    if not own.fits or memory.spare_bytes < 0:
-        needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
-        return f"does not fit: it needs {needed} GiB, {missing} more than a card has"
-    if fastest is None or own.step_s <= fastest.step_s:
-        return "is the fastest that was traced"
-    tie = f"; a tie (up to {answer.tie_limit - 1:.0%})" if answer.is_tie(own) else ""
-    causes = causes_in_words(own, fastest)
-    named = "the same with other settings" if str(own) == str(fastest) else str(fastest)
-    beside = beside_in_words(own, fastest, f"{named}, the fastest")
-    return f"{beside}{tie}{f': {causes}' if causes else ''}"
+        reason = answer.result.refused.get(f"{cell.strategy} {cell.mesh_text}", "")
+        fastest = next(iter(answer.result.best), None)
+        yield answer.text("own", own=answer.result.own, fastest=fastest, reason=reason)
+        if answer.result.own is not None:
+            yield from _changes_in_words(answer)
 
 
 def _changes_in_words(answer: Advice) -> Iterator[str]:

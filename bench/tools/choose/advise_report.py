@@ -12,25 +12,23 @@ from spbench.bench.command_line.progress import Progress
 from spbench.bench.command_line.record_forms import TIE
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
-from spbench.bench.measure import TIGHT
 from spbench.bench.measure import given as settings_given
+from spbench.bench.measure import priced_by_in_words
 from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked, is_figure, swept_figures
 from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.possible import left_out_by_length, spelled
 from spbench.bench.tools.choose.question import question, whole_numbers
-from spbench.bench.tools.choose.ranking import simpler
+from spbench.bench.tools.choose.ranking import Seen, simpler
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.tools.jobs.job_files import given_values
-from spbench.bench.units import GIB, three_digits
+from spbench.bench.units import GIB
 from spbench.bench.yaml_text import dump
-from spbench.impls import PLUS
+from spbench.impls import PLUS, model_preset
 
 #: the most lines for --why, and the most costs of simpler layouts, unless --details asks for all
 _REASONS, _COSTS = 3, 3
-#: tokens for which hours and GPU-hours are printed, because training is planned in billions of tokens
-_MANY_TOKENS = 1e9
 
 
 def report(
@@ -90,22 +88,12 @@ def _drawn(answers: Sequence[Advice], path: Path) -> Path:
     (answer,) = answers
     if answer.winner is None:
         raise UserError(f"--figure {path}: nothing fits, so there is nothing to draw")
-    return draw_layouts(answer.in_words(), answer.bars(), path)
+    return draw_layouts(answer.text("question"), answer.bars(), path)
 
 
 def _map(answers: Sequence[Advice]) -> Table:
     changed = any(answer.question.figures for answer in answers)
-    points = [
-        {
-            **(point := answer.point()),
-            "mark": TIE if point["tie"] else "",
-            "best": str(answer.winner or ("no layout is possible" if answer.result.impossible else NOTHING)),
-            "layouts": answer.result.counts["looked at"],
-            "seconds": answer.seconds,
-        }
-        for answer in answers
-    ]
-    return TABLES.table("map", "Which layout where", points, changed=changed)
+    return TABLES.table("map", "Which layout where", answers, changed=changed, TIE=TIE, NOTHING=NOTHING)
 
 
 #: fields that can vary from answer to answer, and their names for people
@@ -164,56 +152,44 @@ def shown_value(name: str, value: Any) -> str:
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
     """The sections on the named layouts, on why the winner wins, and on simpler layouts."""
-    asked, winner = answer.in_words(), answer.winner
-    if answer.result.impossible:
-        yield f"{asked}: {answer.result.impossible}"
-    elif winner is None:
-        yield f"{asked}: {NOTHING}{_nearest(answer)}"
-        yield from own_in_words(answer)
-    else:
-        lines = [{**of, "seen": each} for each, of in zip(answer.ranked, answer.records(), strict=True)]
-        yield TABLES.table("layouts", f"The best layouts: {asked}", lines, TIE=TIE, TIGHT=TIGHT)
-        yield from own_in_words(answer)
-        traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
-        yield from filter(None, [_told_apart(answer), left_out_by_length(answer.question, traced)])
-        hours = _MANY_TOKENS / answer.records()[0]["tokens_per_s"] / 3600
-        gpu_hours = three_digits(hours * answer.question.gpus)
-        yield f"a billion tokens take {winner} {three_digits(hours)} h, {gpu_hours} GPU-hours"
-        if attention := answer.attention():
-            yield attention
-        if priced_by := answer.priced_by():
-            yield f"priced by something else, with shares of the step: {priced_by}"
-        yield f"{winner}: {answer.why()}"
-        yield from filter(None, [answer.fullness(), answer.folding()])
-        if same := answer.result.same.items():
-            yield "; ".join(f"{b} takes the same steps as {a}, which stands for both" for b, a in same)
-        yield _simplified(answer)
-        if program:
-            yield _as_job(program, winner.cell)
+    winner = answer.winner
+    if winner is None:
+        yield answer.text("none_fits", NOTHING=NOTHING)
+        yield from () if answer.result.impossible else own_in_words(answer)
+        return
+    lines = [{**of, "seen": each} for each, of in zip(answer.ranked, answer.records(), strict=True)]
+    title = f"The best layouts: {answer.text('question')}"
+    yield TABLES.table("layouts", title, lines, TIE=TIE, TIGHT="tight")
+    yield from own_in_words(answer)
+    traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
+    work = priced_by_in_words(seen.measurement for seen in answer.result.best)
+    texts = [
+        answer.text("told_apart"),
+        left_out_by_length(answer.question, traced),
+        answer.text("hours"),
+        answer.text("attention", kernel=model_preset(*winner.cell.model_arguments).attention_kernel),
+        TABLES.text("priced_by", work=work),
+        f"{winner}: {answer.why()}",
+        *map(answer.text, ("fullness", "folding", "same")),
+        _simplified(answer, winner),
+    ]
+    yield from filter(None, texts)
+    if program:
+        yield _as_job(program, winner.cell)
 
 
 def _details(answer: Advice) -> Iterator[Table | str]:
     """The sections on prices of settings, on other strategies, and on how many layouts had each outcome."""
     if answer.prices:
         yield TABLES.table("prices", f"What single settings of {answer.winner} cost", answer.prices)
-    named, best = {seen.cell.strategy for seen in answer.ranked}, answer.result.best
+    named = {seen.cell.strategy for seen in answer.ranked}
     others = [seen for seen in answer.result.of_strategies if seen.cell.strategy not in named]
-    if answer.winner is not None and others:
-        steps = (f"{s} {'' if s.exact else '~'}{s.step_s / best[0].step_s - 1:+.0%}" for s in others)
-        yield f"other strategies (~: by traces of few layers): {', '.join(steps)}"
-    counts = answer.result.counts
-    if counts["looked at"]:
-        yield (
-            f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s "
-            f"({answer.cpu_s:.0f} s of cores): "
-            + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
-        )
+    texts = answer.text("others", others=others if answer.winner else ()), answer.text("counts")
+    yield from filter(None, texts)
 
 
-def _simplified(answer: Advice) -> str:
+def _simplified(answer: Advice, winner: Seen) -> str:
     """In words, how much longer a step of simpler layouts takes than that of the layout named first."""
-    winner = answer.winner
-    assert winner is not None
     simpler_ones = simpler(answer.result.best, winner)
     costs = [f"{seen} takes {seen.step_s / winner.step_s - 1:+.0%}" for seen in simpler_ones if seen.exact]
     costs += [
@@ -224,28 +200,6 @@ def _simplified(answer: Advice) -> str:
     ]
     more = f"; {len(costs) - _COSTS} more by --details" if len(costs) > _COSTS else ""
     return f"to simplify: {'; '.join(costs[:_COSTS]) or 'no simpler layout that was traced fits'}{more}"
-
-
-def _told_apart(answer: Advice) -> str:
-    """A sentence that explains the mark of ties; "" if no layout ties with the fastest."""
-    if sum(answer.is_tie(seen) for seen in answer.result.best) < 2:
-        return ""
-    text = f"{TIE}: a tie with the fastest (up to {answer.tie_limit - 1:.0%} slower); the simplest is first"
-    if hidden := answer.hidden_ties():
-        fastest = answer.result.best[0]
-        where = f", the fastest of all {fastest}" if fastest in hidden else ""
-        text += f"; {len(hidden)} more tie by traces of few layers{where}"
-    return text
-
-
-def _nearest(answer: Advice) -> str:
-    near = answer.result.nearest
-    if near is None:
-        return ""
-    memory = near.memory
-    needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
-    what = f"{near} with {near.cell.training.backend}"
-    return f"; the nearest is {what}, which needs {needed} GiB: {missing} more than a card has"
 
 
 def _as_job(program: str, cell: Cell) -> str:
@@ -292,7 +246,7 @@ def advise(
         one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
         one.check_axes("--why", asked_about)
         questions += [one.with_figures(figures) for figures in swept_figures(of_cluster)]
-    varying([each.place for each in questions])
+    varying([each.asked for each in questions])
     answers = []
     with Progress() as progress:
         for answer in answered(questions, jobs, progress.at, executor, asked_about):

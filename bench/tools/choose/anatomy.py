@@ -113,9 +113,7 @@ def anatomy(
     at = int(np.argmax(live))
     kinds = _kinds(log, events)
     alive = log.alive_after(at)
-    held = {
-        name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(measure.CATEGORIES)
-    }
+    held = {name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(log.CATEGORIES)}
     return Anatomy(
         ranks=[*ranks],
         stage=stage,
@@ -134,7 +132,7 @@ def anatomy(
 def _kinds(log: measure.MemoryLog, events: np.ndarray) -> np.ndarray:
     """[storages]: each storage's index in CATEGORIES. Temporaries that backward makes and that are still
     alive in the optimizer count as gradients, because some backends hold none between steps."""
-    kinds = np.asarray([measure.CATEGORIES.index(name) for name in log.categories()])
+    kinds = np.asarray([log.CATEGORIES.index(name) for name in log.categories()])
     born: set[int] = set()
     for name, span in log.spans():
         if name == "backward":
@@ -145,7 +143,7 @@ def _kinds(log: measure.MemoryLog, events: np.ndarray) -> np.ndarray:
             born -= {*(-events[span][events[span] < 0] - 1).tolist()}
         else:
             held = np.asarray([*born], dtype=np.int64)
-            kinds[held[kinds[held] == measure.CATEGORIES.index("temporaries")]] = measure.CATEGORIES.index(
+            kinds[held[kinds[held] == log.CATEGORIES.index("temporaries")]] = log.CATEGORIES.index(
                 "gradients"
             )
             born.clear()
@@ -165,7 +163,7 @@ def _moment(log: measure.MemoryLog, at: int) -> Moment:
 
 def _parts(log: measure.MemoryLog, at: int, blocks: np.ndarray, kinds: np.ndarray) -> list[Part]:
     every = log.parts_after(at, blocks, kinds)
-    parts = [Part(measure.CATEGORIES[n], place, *sums) for n, place, *sums in every[:_MOST_PARTS]]
+    parts = [Part(log.CATEGORIES[n], place, *sums) for n, place, *sums in every[:_MOST_PARTS]]
     if rest := every[_MOST_PARTS:]:
         parts.append(Part("", "", sum(each[2] for each in rest), sum(each[3] for each in rest)))
     return parts
@@ -175,7 +173,7 @@ def _curve(live: np.ndarray, signed: np.ndarray, kinds: np.ndarray) -> dict[str,
     bounds = np.unique(np.linspace(0, len(live), _POINTS + 1).astype(int))
     at = [int(a + np.argmax(live[a:b])) for a, b in pairwise(bounds)]
     curve = {"event": at}
-    for kind, name in enumerate(measure.CATEGORIES):
+    for kind, name in enumerate(measure.MemoryLog.CATEGORIES):
         of_kind = np.cumsum(np.where(kinds == kind, signed, 0))[at]
         if of_kind.any():
             curve[name] = of_kind.tolist()
@@ -217,7 +215,7 @@ def least_usable(
     """
     if usable is not None and low <= usable < high:
         low, high = (low, usable) if _serves(log, usable, kind) else (usable, high)
-    while high - low > max(measure.SEGMENT_GRANULE, _NEAR * low):
+    while high - low > max(measure.CachingAllocator.segment_granule, _NEAR * low):
         middle = (low + high) // 2
         low, high = (low, middle) if _serves(log, middle, kind) else (middle, high)
     return high

@@ -7,46 +7,47 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.command_line.output import Output, Table, memory_table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import Progress
+from spbench.bench.command_line.record_forms import memory_table
 from spbench.bench.errors import UserError
-from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
+from spbench.bench.measure import past_errors, priced_by_in_words
 from spbench.bench.tools.choose import fit_verdict
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.fitting import Fitting, fitting
-from spbench.bench.tools.choose.proofs import BudgetPlan, Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
 from spbench.bench.tools.jobs.flag_changes import flag_changes
 from spbench.bench.tools.jobs.job_files import given_values
-from spbench.bench.units import card_gib, shown_price
-from spbench.impls import model_preset
-
-#: kinds of memory with a smaller share of the peak are not named
-_SMALL = 0.002
 
 
 def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     """The answer for people and programs; with ``must_fit`` the exit code is 1 if a cell is not sure to
     fit."""
-    fullest, proofs = answer.fullest, answer.proofs
-    backend = fullest.cell.training.backend
-    errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(backend, quantity))]
-    sections: list[Table | str] = []
-    details: list[Table | str] = []
-    program = answer.subject.job
-    sections.append("\n".join([*_verdict_lines(answer), _first_change(answer)]))
+    fullest, proofs, program = answer.fullest, answer.proofs, answer.subject.job
+    backend, meanings = fullest.cell.training.backend, _meanings(answer)
+    errors = [each for quantity in ("peak", "reserved") if (each := past_errors(backend, quantity))]
     model, said = model_line(fullest.cell, answer.subject.name), answer.subject.said
-    sections.append(f"{model}\n{taken_line(fullest.cell, said)}")
+    sections: list[Table | str] = [
+        "\n".join([*_verdict_lines(answer), TABLES.text("first_change", answer, **meanings)]),
+        f"{model}\n{taken_line(fullest.cell, said)}",
+    ]
     if len(answer.verdicts) + len(answer.others) > 1:
         sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
-    sections += [*_help(answer), *_switches_table(answer), *_holding(fullest)]
+    numbers = [{"memory": what, **of} for what, of in TABLES.record("bytes", fullest).items()]
+    title = "Memory of the fullest ranks: what is needed decides"
+    sections += [*_help(answer), Table(title, numbers, ("GiB", "memory"), below=("of",))]
+    lines = TABLES.text("held", fullest), experts_line(fullest.cell), TABLES.text("on_host", fullest)
+    sections += filter(None, lines)
+    title = f"What holds the peak ({fullest.moment_in(program)})"
+    parts = TABLES.table("parts", title, fullest.peak_parts(program))
     # if the fullest does not fit, changes that help take the place of the parts of its memory
-    (sections if fullest.fits else details).append(_parts(fullest, program))
+    details: list[Table | str] = []
+    (sections if fullest.fits else details).append(parts)
     timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
-    if priced_by := priced_by_in_words([each.measurement for each in timed]):
-        sections.append(f"priced by something else, with shares of the step: {priced_by}")
+    work = priced_by_in_words([each.measurement for each in timed])
+    sections += filter(None, [TABLES.text("priced_by", work=work)])
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
     details.append(f"not modelled: {'; '.join(TABLES.forms['not_modelled'])}")
@@ -65,20 +66,16 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         taken={each["what"]: each for each in taken(fullest.cell, said)},
         tokens_of_rank=tokens_of_rank(fullest.cell),
         files=[str(path) for path in files],
-        **_meanings(answer),
+        **meanings,
     )
     code = int(must_fit and not answer.surely_fits)
     return Output(sections, content, cells, (), answer.subject.remarks, files, code, details)
 
 
-def _verdict_lines(answer: Fitting) -> list[str]:
+def _verdict_lines(answer: Fitting) -> Iterator[str]:
     """Lines on the fullest cell: whether it fits and by how much, why that is unsure, and its peak."""
-    fullest = answer.fullest
-    because = [f"tight, as {reason}" for reason in filter(None, [fullest.certainty.reason])]
-    return [str(fullest), *because, fullest.peak_line(answer.subject.job)]
-
-
-# -- what is there -------------------------------------------------------------------------------------------
+    texts = (TABLES.text(n, answer.fullest, program=answer.subject.job) for n in ("fits", "tight", "peak"))
+    return filter(None, texts)
 
 
 def _cells_table(answer: Fitting) -> Table:
@@ -89,128 +86,40 @@ def _cells_table(answer: Fitting) -> Table:
     return replace(table, lines=[*table.lines, *others])
 
 
-def _holding(verdict: fit_verdict.Verdict) -> Iterator[Table | str]:
-    """The sections on needed bytes, next to the numbers that other tools show, and on the peak by kind."""
-    anatomy, memory = verdict.anatomy, verdict.memory
-    context, nccl = (
-        "unknown" if nbytes is None else card_gib(nbytes)
-        for nbytes in (memory.context_bytes, memory.nccl_bytes)
-    )
-    least = f"least of PyTorch {card_gib(memory.tensors_bytes)}, CUDA context {context}, NCCL {nccl}"
-    numbers = (
-        ("needed", memory.total_bytes, least),
-        ("allocated", anatomy.peak_memory_bytes, "torch.cuda.max_memory_allocated"),
-        ("reserved", anatomy.reserved_memory_bytes, "torch.cuda.max_memory_reserved where room is ample"),
-        ("nvidia-smi", verdict.shown_by_nvidia_smi, "reserved on this card, CUDA context, NCCL"),
-    )
-    lines = [{"memory": what, "GiB": card_gib(nbytes), "of": meaning} for what, nbytes, meaning in numbers]
-    title = "Memory of the fullest ranks: what is needed decides"
-    yield Table(title, lines, ("GiB", "memory"), below=("of",))
-    shown = ((name, n) for name, n in anatomy.held.items() if n > _SMALL * anatomy.peak_memory_bytes)
-    held = ", ".join(f"{name.replace('_', ' ')} {card_gib(n)}" for name, n in shown)
-    yield f"allocated at the peak: {held}"
-    yield from filter(None, [experts_line(verdict.cell), verdict.on_host()])
-
-
-def _parts(verdict: fit_verdict.Verdict, program: str) -> Table:
-    """A table of the peak's parts: tensors by kind and by the module whose forward or backward made them."""
-    peak = verdict.anatomy.peak_memory_bytes
-    experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
-    title = f"What holds the peak ({verdict.moment_in(program)})"
-    meanings = {"words": fit_verdict.in_program_words, "of": fit_verdict.part_of_experts}
-    about = {"program": program, "peak": peak, "experts": experts}
-    return TABLES.table("parts", title, verdict.anatomy.parts, **meanings, **about)
-
-
-# -- what would help -----------------------------------------------------------------------------------------
-
-
-def _first_change(answer: Fitting) -> str:
-    """The third line of an answer: the fastest change that makes the cell fit, or saves memory."""
-    proofs = answer.proofs
-    if answer.plan is not None:
-        return _plan_line(answer, answer.plan)
-    if proofs is None:
-        return "no change is needed; --suggest tries those that take less memory"
-    if not proofs.fitting:
-        what = "takes less memory" if answer.fullest.fits else "makes it fit"
-        return f"no change {what}: {_tried(proofs)}"
-    first = proofs.fitting[0]
-    price = _price(answer, first)
-    room = f"{card_gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
-    what = "takes less memory" if answer.fullest.fits else "makes it fit"
-    return f"{what}: {_flags_or_settings(answer, first)} ({room})"
-
-
-def _plan_line(answer: Fitting, plan: BudgetPlan) -> str:
-    """The third line of an answer for a budget: the cheapest switches, or why there are none."""
-    chosen, within = plan.chosen, f"{card_gib(plan.budget_bytes)} GiB"
-    if chosen is None:
-        return f"no switches need at most {within}: {plan.traced} cells traced; --suggest tries other layouts"
-    if not plan.alone:
-        return f"no switch is needed for {within}"
-    price = shown_price(chosen.price(plan.before) or 1.0)
-    flags = _flags_or_settings(answer, chosen)
-    needs = f"{card_gib(chosen.memory.total_bytes)} GiB"
-    return f"for {within} at the least cost: {flags} (needs {needs}, step {price})"
-
-
-def _flags_or_settings(answer: Fitting, verdict: fit_verdict.Verdict) -> str:
-    """A change in the arguments of the job's program, or else in the words of ``--set``."""
-    return flags_of(answer, verdict) or f"--set {shlex.quote(fit_verdict.settings_of(verdict))}"
-
-
-def _switches_table(answer: Fitting) -> Iterator[Table]:
-    """A table of the switches that were tried for a budget, each alone."""
-    if (plan := answer.plan) is None or not plan.alone:
-        return
-    title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
-    yield TABLES.table("switches", title, plan.alone, **_meanings(answer))
-
-
-def _price(answer: Fitting, verdict: fit_verdict.Verdict) -> str | None:
-    ratio = verdict.price(answer.fullest)
-    return shown_price(ratio) if ratio else None
-
-
-def _tried(proofs: Proofs) -> str:
-    pairs = f" and {proofs.pairs_tried} pairs of them" if proofs.pairs_tried else ""
-    return f"{proofs.tried} single ones{pairs} tried"
-
-
 def _help(answer: Fitting) -> Iterator[Table | str]:
-    """The sections on changes that help, and on the largest sizes that fit."""
+    """The sections on changes that help, on the largest sizes that fit, and on the switches that were tried
+    for a budget, each alone."""
+    meanings = _meanings(answer, lack=True)
     if (proofs := answer.proofs) is not None:
-        what = "take less memory" if answer.fullest.fits else "make it fit"
         if proofs.fitting:
-            title = f"Changes that {what}, the fastest first ({_tried(proofs)})"
-            yield TABLES.table("changes", title, proofs.fitting, **_meanings(answer, lack=True))
+            what = "take less memory" if answer.fullest.fits else "make it fit"
+            title = f"Changes that {what}, the fastest first ({TABLES.text('tried', proofs)})"
+            yield TABLES.table("changes", title, proofs.fitting, **meanings)
         elif proofs.closest is not None:
-            yield _closest(answer, proofs.closest)
+            yield TABLES.text("closest", proofs.closest, **meanings)
         yield f"for another layout: {answer.advise}"
-    if (sizes := answer.sizes) is not None:
-        batch = f" (batch {sizes['batch']})" if sizes["micro_batch"] else ""
-        yield (
-            f"the longest length that fits: {sizes['seq_len'] or 'none'}; "
-            f"the largest micro-batch: {sizes['micro_batch'] or 'none'}{batch}; each with all else as it is"
-        )
-
-
-def _closest(answer: Fitting, near: fit_verdict.Verdict) -> str:
-    price = _price(answer, near)
-    needs = f"{card_gib(near.memory.total_bytes)} GiB" + (f" and {price} of the step's time" if price else "")
-    return f"the closest change, --set {fit_verdict.settings_of(near)}, needs {needs}: set it and ask again"
+    if answer.sizes is not None:
+        yield TABLES.text("largest", answer)
+    if (plan := answer.plan) is not None and plan.alone:
+        title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
+        yield TABLES.table("switches", title, plan.alone, **meanings)
 
 
 def _meanings(answer: Fitting, lack: bool = False) -> dict[str, Callable[[fit_verdict.Verdict], Any]]:
-    """The functions of a verdict on a changed cell that tables call; ``lack``: see :func:`flags_of`."""
+    """The functions of a verdict on a changed cell that forms call; ``lack``: see :func:`flags_of`."""
     plan = answer.plan
     before = plan.before if plan else answer.fullest
+
+    def argument(verdict: fit_verdict.Verdict) -> str:
+        """The change in the arguments of the job's program, or else in the words of ``--set``."""
+        return flags_of(answer, verdict) or f"--set {shlex.quote(fit_verdict.settings_of(verdict))}"
+
     return {
         "set": fit_verdict.settings_of,
         "enough": plan.fits if plan else lambda verdict: verdict.measurement["status"] == "ok",
         "price": lambda verdict: verdict.price(before),
         "flags": lambda verdict: flags_of(answer, verdict, lack),
+        "argument": argument,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, groupby
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,20 @@ from pydantic import TypeAdapter
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.record_forms import RecordForms
-from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
+from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy
 from spbench.bench.tools.choose.suggestions import Change
-from spbench.bench.units import card_gib
 from spbench.impls import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
-#: the most parts of the peak that the second line of an answer names
-_LARGEST = 2
+#: the words, records and tables of answers, and the names of modules by the kind of job
+TABLES = RecordForms(Path(__file__).with_name("words.yaml"))
+#: the kind of job whose names of modules are used if a kind has none of its own
+_USUAL = "huggingface"
+
+
+def has_experts(cell: Cell) -> bool:
+    """Whether the model of a cell has routed experts."""
+    return bool(getattr(model_preset(*cell.model_arguments), "experts", 0))
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,11 @@ class Verdict:
     change: Change | None = None
 
     @cached_property
+    def cluster(self) -> measure.Cluster:
+        """The cluster of the cell."""
+        return measure.load_cluster(self.cell.cluster)
+
+    @cached_property
     def anatomy(self) -> Anatomy:
         """The memory of the class of ranks that needs the largest card."""
         return _ANATOMY.validate_python(self.measurement["meters"][ANATOMY])
@@ -96,7 +107,7 @@ class Verdict:
         traced."""
         of_allocator = (self.measurement.get("meters") or {}).get(ANATOMY, {})
         needed = of_allocator.get("least_usable_bytes") or self.measurement["peak_memory_bytes"]
-        context: int | None = measure.load_cluster(self.cell.cluster).device.memory_context_bytes.value
+        context: int | None = self.cluster.device.memory_context_bytes.value
         nccl = measure.exchange_memory_bytes(self.cell)
         usable: int = self.measurement["usable_memory_bytes"]
         return CardMemory(usable + (context or 0) + (nccl or 0), needed, context, nccl)
@@ -131,53 +142,26 @@ class Verdict:
     def certainty(self) -> measure.Certainty:
         """Whether the cell fits, and how sure that is."""
         return (self.fits and measure.certainty(self.cell, self.measurement)) or measure.Certainty(
-            measure.FITS if self.fits else measure.NO
+            "fits" if self.fits else "no"
         )
 
     def __str__(self) -> str:
         """The first line of an answer: yes, tight or no, and by how much."""
-        memory = self.memory
-        needs = f"(needs {card_gib(memory.total_bytes)} of {card_gib(memory.card_bytes)} GiB)"
-        if self.fits:
-            return f"fits: {self.certainty.answer}, {card_gib(memory.spare_bytes)} GiB to spare {needs}"
-        if self.devices_fit:
-            return f"fits: no, {self.measurement['reason']}"
-        return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}"
+        return TABLES.text("fits", self)
 
-    def peak_line(self, program: str = "") -> str:
-        """The second line of an answer: the fullest ranks, the moment of their peak, and its largest parts.
-
-        Args:
-            program: the kind of job whose names for modules the line uses.
-        """
-        largest = [part for part in self.anatomy.parts if part.kind][:_LARGEST]
-        parts = [f"{self.named(part, program)} {card_gib(part.bytes)}" for part in largest]
-        too_large = {each["step"] for each in self.measurement["by_class"] if each["status"] != "ok"}
-        alone = "the steps fit, set-up does not: " if too_large == {0} and not self.fits else ""
-        return f"{alone}on the fullest, {self.where_in(program)}: {', '.join(parts)} GiB"
-
-    def named(self, part: Part, program: str = "") -> str:
-        """A part of the peak: its kind, and where it was allocated in the words of a program."""
-        kind = part.kind.replace("_", " ")
-        experts = bool(getattr(model_preset(*self.cell.model_arguments), "experts", 0))
-        of = part_of_experts(part.kind, part.module, experts)
-        place = in_program_words(part.module, program) if part.module else ""
-        return " of ".join(filter(None, [kind, f"{of} ({place})" if of else place]))
+    def peak_parts(self, program: str = "") -> list[dict[str, Any]]:
+        """The parts of the peak, the largest first: its ``kind``, in words ``place``, where it was allocated,
+        in the names of a program, ``of`` the part of a layer with experts, ``bytes``, ``tensors`` and
+        ``share`` of the peak."""
+        meanings = {"words": partial(in_program_words, program=program), "of_experts": part_of_experts}
+        about = {"peak": self.anatomy.peak_memory_bytes, "experts": has_experts(self.cell)}
+        return TABLES.records("part", self.anatomy.parts, **meanings, **about)
 
     @property
     def shown_by_nvidia_smi(self) -> int:
         """Bytes that nvidia-smi would show for the fullest ranks, as far as they are known."""
         reserved = min(self.anatomy.reserved_memory_bytes, self.measurement["usable_memory_bytes"])
         return int(reserved) + self.memory.outside_bytes
-
-    def on_host(self) -> str:
-        """A line on the bytes that ranks hold in the memory of their hosts; "" if they hold nothing there."""
-        if not (node := self.measurement.get("node_host_memory_bytes")):
-            return ""
-        total = measure.load_cluster(self.cell.cluster).host_memory.total_bytes.value
-        has = "whose memory is unknown" if total is None else f"which has {card_gib(total)} GiB"
-        most = card_gib(self.measurement["peak_host_memory_bytes"])
-        return f"on the host: {most} GiB per rank, {card_gib(node)} GiB per node, {has}"
 
 
 def settings_of(verdict: Verdict) -> str:
@@ -195,14 +179,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(texts) > 4:
         texts = [*texts[:2], "...", texts[-1]]
     return f"ranks {', '.join(texts)}"
-
-
-#: the kind of job whose names of modules are used if a kind has none of its own
-_USUAL = "huggingface"
-
-
-#: the words, records and tables of answers, and the names of modules by the kind of job
-TABLES = RecordForms(Path(__file__).with_name("words.yaml"))
 
 
 def in_program_words(module: str, program: str) -> str:

@@ -56,7 +56,11 @@ class Fitting:
         all."""
         return min(
             self.verdicts,
-            key=lambda each: (each.fits, each.certainty.word == measure.FITS, each.memory.spare_bytes),
+            key=lambda each: (
+                each.fits,
+                each.certainty.word == "fits",
+                each.memory.spare_bytes,
+            ),
         )
 
     @property
@@ -67,7 +71,7 @@ class Fitting:
     @property
     def surely_fits(self) -> bool:
         """Whether every cell can run and fits, and none is tight."""
-        return self.fits and all(each.certainty.word == measure.FITS for each in self.verdicts)
+        return self.fits and all(each.certainty.word == "fits" for each in self.verdicts)
 
     def written(self, figure: Path | None, snapshot: Path | None) -> list[Path]:
         """Write a figure and a snapshot of the fullest ranks to the paths, unless None; returns the paths."""

@@ -31,6 +31,7 @@ from spbench.bench.tools.choose.candidates import (
     candidates,
 )
 from spbench.bench.tools.choose.estimates import Estimates
+from spbench.bench.tools.choose.fit_verdict import has_experts
 from spbench.bench.tools.choose.layouts import Way, things_to_set
 from spbench.bench.tools.choose.learned import SAME_STEP, UNKNOWN, Waiting
 from spbench.bench.tools.choose.possible import absence, why_impossible
@@ -144,7 +145,7 @@ class Search(WholeLooks):
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
         # layouts with experts take long to trace, so traces of all parts of a strategy are enough
-        told = self.learned.knows_parts if ranking.has_experts(self.question.cell) else self.learned.knows
+        told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
         while patience > 0 and (batch := self._next(waiting)):
             again = [each for each in batch if told(each.strategy)]
             self._look(batch)

@@ -12,6 +12,7 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.choose.asked import Asked, OwnLayout, ask_for, changed_cluster, kind_of
+from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls import FOLDED_AXES, HEEDED, LIBRARIES, MESH_AXES, PLUS, Model, Unsupported, model_preset
@@ -115,9 +116,9 @@ class Question:
         return measure.load_cluster(name).about if self.figures else name
 
     @property
-    def place(self) -> dict[str, Any]:
-        """The fields in which several questions of one command may differ, by name."""
-        return {"gpus": self.gpus, "seq_len": self.cell.seq_len, "figures": self.figures}
+    def asked(self) -> dict[str, Any]:
+        """The question as plain data: model, cluster, GPUs, length, changed figures and batch."""
+        return TABLES.record("asked", self)
 
     @cached_property
     def model(self) -> Model:

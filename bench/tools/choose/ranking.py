@@ -13,13 +13,13 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure import load_cluster, packaged_model
 from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
 from spbench.bench.tools.choose.candidates import kind_of_layout
-from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict
+from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict, has_experts
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
 from spbench.bench.tools.choose.learned import Learned
 from spbench.bench.tools.choose.look import Depth, looks
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.suggestions import dotted
-from spbench.impls import Place, model_preset
+from spbench.impls import Place
 
 #: how many layouts an answer names
 NAMED = 5
@@ -120,11 +120,6 @@ class SearchResult:
     traced: list[Seen] = field(default_factory=list)
     same: Mapping[str, str] = field(default_factory=dict)
     impossible: str = ""
-
-
-def has_experts(cell: Cell) -> bool:
-    """Whether the model of a cell has routed experts."""
-    return bool(getattr(model_preset(*cell.model_arguments), "experts", 0))
 
 
 def tie_limit(best: Sequence[Seen]) -> float:

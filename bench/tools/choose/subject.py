@@ -13,7 +13,7 @@ from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.fit_verdict import TABLES
-from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
+from spbench.bench.tools.choose.suggestions import micro_batch_of, usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.bench.units import shown_count
 from spbench.impls import MESH_AXES, model_preset, nesting, ranks_along, set_options, unused_axes
@@ -190,11 +190,6 @@ def _checked(cell: Cell, micro_batch: int | None) -> Cell:
 _MANY = 4096
 #: axes along which a layer's weights are split and its tokens are not
 _OF_WEIGHTS = ("tp",)
-
-
-def micro_batch_of(cell: Cell) -> int:
-    """The samples that one replica has in one micro-batch."""
-    return (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
 
 
 def tokens_of_rank(cell: Cell) -> int:

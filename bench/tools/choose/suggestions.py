@@ -6,16 +6,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from spbench import impls
 from spbench.bench.cell import Cell, TrainingOptions, strategy_axes
+from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
 from spbench.bench.measure import changed, is_uneven_text, load_cluster, plan
 
-#: shares of the optimizer's states on the host, if a backend has the option
-_FRACTIONS = (0.25, 0.5, 0.75)
-_FRACTION = "optimizer_offload_fraction"
+#: the changes that no option declares
+_LISTED = RecordForms(Path(__file__).with_name("changes.yaml"))
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,33 @@ def cells_of(cell: Cell, changes: Iterable[Change]) -> dict[str, tuple[Cell, Cha
 
 def single_changes(cell: Cell) -> list[Change]:
     """The changes of a cell to try; those that probably cost least, judged without a trace, come first."""
-    return [
-        *_of_step(cell),
-        *_of_experts(cell),
-        *savings_of(cell),
-        *_of_strategies(cell),
-        *part_on_host(cell),
-        *_of_sizes(cell),
-        *_of_job(cell),
-    ]
+    cheap = [*_listed("step", cell), *_listed("experts", cell), *savings_of(cell), *_of_strategies(cell)]
+    return [*cheap, *_listed("on_host", cell), *_of_sizes(cell), *_listed("job", cell)]
+
+
+def micro_batch_of(cell: Cell) -> int:
+    """The samples that one replica has in one micro-batch."""
+    return (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
+
+
+def _listed(group: str, cell: Cell) -> Iterator[Change]:
+    """The changes of a group of changes.yaml that the cell can have."""
+    model: Any = impls.model_preset(*cell.model_arguments)
+    sizes, experts = cell.sizes.by_axis, getattr(model, "experts", 0)
+    entries = _LISTED.record(
+        group,
+        cell,
+        model=model,
+        experts=experts,
+        samples=micro_batch_of(cell),
+        ep=sizes.get("ep", 1),
+        etp=sizes.get("etp", 1),
+        stage_ranks=impls.stage_ranks(sizes),
+        drops=experts and impls.all_dispatchers()[model.dispatcher].heeds_capacity,
+    )
+    for each in entries.values():
+        if each["when"]:
+            yield Change(each["set"], each["words"], other_job=group == "job")
 
 
 def dotted(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,19 +121,6 @@ def _of_backends(here: type[impls.Backend], training: TrainingOptions) -> Iterat
             yield Change({"training.backend": name}, f"shares out among replicas: {shared}")
 
 
-def _of_step(cell: Cell) -> Iterator[Change]:
-    training = cell.training
-    if training.batch_on_device == "whole":
-        yield Change({"training.batch_on_device": "part"}, "a rank keeps its part of the batch alone")
-    if training.schedule == "gpipe":
-        yield Change({"training.schedule": "1f1b"}, "a stage holds fewer micro-batches at once")
-    each = (cell.batch or 1) // (cell.sizes.dp * training.micro_batches)
-    for factor in (2, 4):
-        if each % factor == 0:
-            n = training.micro_batches * factor
-            yield Change({"training.micro_batches": n}, f"micro-batches of {each // factor}, not {each}")
-
-
 def _of_strategies(cell: Cell) -> Iterator[Change]:
     """Changes of a cell whose strategy divides no samples: each usual strategy over two ranks, and over a
     node, in place of replicas."""
@@ -145,31 +151,6 @@ def usual_placement(cell: Cell, settings: Mapping[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _of_experts(cell: Cell) -> Iterator[Change]:
-    """Changes for routed experts: recompute only their activation function; twice the ranks along ep."""
-    model, sizes = impls.model_preset(*cell.model_arguments), cell.sizes.by_axis
-    experts = getattr(model, "experts", 0)
-    if not experts:
-        return
-    if getattr(model, "recompute", "") == "none":
-        again = {"model_options.recompute": "selective", "model_options.recompute_modules": ["moe_act"]}
-        yield Change(again, "backward runs the activation of experts again")
-    ep = 2 * sizes.get("ep", 1)
-    if experts % ep == 0 and impls.stage_ranks(sizes) % (ep * sizes.get("etp", 1)) == 0:
-        yield Change({"sizes.ep": ep}, f"{experts // ep} of {experts} routed experts on a rank")
-
-
-def part_on_host(cell: Cell) -> Iterator[Change]:
-    """Changes that put a part of the optimizer's states on the host, if the backend can."""
-    options = cell.training.model_dump()
-    if cell.training.backend != "megatron" or options.get("optimizer", "device") != "device":
-        return
-    for fraction in _FRACTIONS:
-        on_host = {"distributed_optimizer": True, "optimizer": "host", _FRACTION: fraction}
-        words = f"the host holds {fraction:.0%} of main weights and moments, and updates them"
-        yield Change(dotted("training", on_host), words)
-
-
 def usual_strategies() -> dict[str, type[impls.Strategy]]:
     """The strategies marked as usual that divide one axis, by name."""
     return {
@@ -192,8 +173,7 @@ def _of_sizes(cell: Cell) -> Iterator[Change]:
 def _divided(cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
     """The settings that give axes these numbers of ranks and keep the size of micro-batches."""
     settings: dict[str, Any] = {f"sizes.{axis}": n for axis, n in sizes.items()}
-    each = (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
-    micro_batches = (cell.batch or 1) // (sizes.get("dp", cell.sizes.dp) * max(1, each))
+    micro_batches = (cell.batch or 1) // (sizes.get("dp", cell.sizes.dp) * max(1, micro_batch_of(cell)))
     if "dp" in sizes and micro_batches >= 1 and micro_batches != cell.training.micro_batches:
         settings["training.micro_batches"] = micro_batches
     return settings
@@ -215,20 +195,6 @@ def _parts(change: Change) -> set[str]:
     return {"ranks" if name.startswith(divides) else name for name in change.settings}
 
 
-def _of_job(cell: Cell) -> Iterator[Change]:
-    batch, seq_len = cell.shape
-    parts = cell.sizes.dp * cell.training.micro_batches
-    if batch % (2 * parts) == 0:
-        yield Change({"batch": batch // 2}, "half the batch: another job", other_job=True)
-    model: Any = impls.model_preset(*cell.model_arguments)
-    experts = getattr(model, "experts", 0) and impls.all_dispatchers()[model.dispatcher].heeds_capacity
-    if experts and model.capacity is None:
-        words = "an expert takes its even share of tokens, the rest are dropped: another job"
-        yield Change({"model_options.capacity": 1.0}, words, other_job=True)
-    if seq_len % 2 == 0:
-        yield Change({"seq_len": seq_len // 2}, "half the length: another job", other_job=True)
-
-
 #: the option whose values are united if several switches set it
 MODULES = "model_options.recompute_modules"
 RECOMPUTE, _BACKEND = "model_options.recompute", "training.backend"
@@ -246,7 +212,7 @@ def switches(cell: Cell) -> list[Change]:
     # _by_module has recomputation for each module
     declared = [each for each in declared if each.settings != {RECOMPUTE: "selective"}]
     model = impls.model_preset(*cell.model_arguments)
-    return [*declared, *_by_module(model), *part_on_host(cell)]
+    return [*declared, *_by_module(model), *_listed("on_host", cell)]
 
 
 def share_of_layers(cell: Cell, change: Change) -> float | None:
@@ -262,16 +228,7 @@ def _by_module(model: impls.Model) -> Iterator[Change]:
     """Changes that recompute one more module of the layers; none if whole layers are recomputed."""
     if getattr(model, "recompute", "full") not in ("none", "selective"):
         return
-    experts = bool(getattr(model, "experts", 0))
-    has = {
-        "core_attn": True,
-        "moe_act": experts,
-        "moe": experts,
-        "shared_experts": experts and bool(getattr(model, "shared_inner", 0)),
-        "mlp": not experts or bool(getattr(model, "dense_layers", 0)),
-        "layernorm": True,
-        "mla_up_proj": bool(getattr(model, "kv_lora_rank", 0)),
-    }
+    has = _LISTED.record("modules", model=model, experts=getattr(model, "experts", 0))
     already = {*getattr(model, "recompute_modules", ())} if model.recompute == "selective" else set()  # type: ignore[attr-defined]
     for module in (name for name, there in has.items() if there and name not in already):
         settings = {RECOMPUTE: "selective", MODULES: sorted({module, *already})}

@@ -53,7 +53,7 @@ def command(check: tuple[str, ...]) -> Output:
 
 def _summary(diagnosis: list[Observation], broken: list[str]) -> str:
     if broken:
-        return f"needed and not working: {', '.join(broken)}"
+        return f"needed and not working: {', '.join(broken)}; next: mend these, and run spbench doctor again"
     others = sum(line.status != "ok" for line in diagnosis)
     remarks = f"; {others} remark{'s' * (others > 1)}" if others else ""
-    return f"nothing that is needed is missing{remarks}"
+    return f"nothing that is needed is missing{remarks}; next: spbench run --scenario max_seqlen"

@@ -32,7 +32,7 @@ from spbench.bench.tools.papers import paper_findings
 from spbench.bench.tools.papers.comparison import groups, lines_of, read_comparisons
 from spbench.bench.tools.papers.sources import ALL, FIELD, MEASURED, papers, published_file
 from spbench.bench.tools.papers.validation import ladder_lines, trust_lines, validation_lines
-from spbench.bench.units import difference, error_percent, six_digits
+from spbench.bench.units import error_percent
 from spbench.plots.series import grouped
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
@@ -249,17 +249,8 @@ def headline_lines(folder: Path) -> list[paper_findings.Line]:
     """
     lines = []
     for claim in published_file(HEADLINES_FILE).rows:
-        published = float(claim["published"])
         ours = _OURS[claim["claim"]](_frame(folder / f"{claim['paper'].lower()}.csv"))
-        lines.append(
-            {
-                "claim": f"{claim['paper']}: {claim['what']}",
-                "published": f"{six_digits(round(published, 2))}{claim['unit']}",
-                "ours": f"{six_digits(round(ours, 2))}{claim['unit']}",
-                "error": difference(ours / published - 1, 0),
-                "why": claim["why"],
-            }
-        )
+        lines.append(paper_findings.TABLES.record("headline", claim, ours=ours))
     return lines
 
 

@@ -66,16 +66,13 @@ class PaperFindings:
         mine = self.of(scenario)
         formulas = mine[mine["role"] == "formula"]
         if len(claims := mine[(mine["role"] != "formula") & ~mine["of_table"]]):
-            about = (
-                {"claim": c.table, "variant": c.variant, "quantity": c.quantity} for c in lines_of(claims)
-            )
-            yield "claims", [{**each, **line} for each, line in zip(about, _lines(claims), strict=True)]
+            yield "claims", _lines("claim", claims)
         tables = groups(mine[mine["of_table"]], "table_name", "quantity", "variant")
         for (table, quantity, variant), rows in tables:
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
             statuses = _statuses(rows)
             title += f": {errors_by_role(rows)}" + (f"; status right in {statuses}" if statuses else "")
-            yield title, _table_lines(rows)
+            yield title, _lines("row", rows, several=rows["cell"].str.split("/").str[0].nunique() > 1)
         if order := self.orders.get(scenario):
             yield "order of the layouts of a run (Kendall's tau)", order
         if len(formulas):
@@ -173,33 +170,17 @@ def _statuses(records: DataFrame) -> str:
 
 
 def _verdict_line(scenario: str, what: str, variant: str, rows: DataFrame, statuses: str = "") -> Line:
-    return {
-        "scenario": scenario,
-        "compared": what,
-        "variant": variant,
-        "numbers": len(distinct(rows)),
-        "errors": errors_by_role(rows),
-        "statuses right": statuses,
-    }
+    about = {"scenario": scenario, "compared": what, "variant": variant, "numbers": len(distinct(rows))}
+    return about | {"errors": errors_by_role(rows), "statuses right": statuses}
 
 
-def _table_lines(records: DataFrame) -> list[Line]:
-    """A line for each row of a table, with its model if there are several."""
-    keys = [cell.split("/") for cell in records["cell"]]
-    several = len({model for model, *_ in keys}) > 1
+def _lines(about: str, records: DataFrame, **values: Any) -> list[Line]:
+    """A line for each record: what the form ``about`` says of it, the published number and ours."""
     return [
-        # sizes, batch and length
-        {"model": key[0] if several else "", "strategy": strategy, "cell": " ".join(key[2:5]), "measured": of}
-        | line
-        for key, strategy, of, line in zip(
-            keys, records["strategy"], records["label"], _lines(records), strict=True
-        )
+        TABLES.record(about, record, **values)
+        | compared(record, 2 if record.of_table and record.label else 1)
+        for record in lines_of(records)
     ]
-
-
-def _lines(records: DataFrame) -> Iterator[Line]:
-    for record in lines_of(records):
-        yield compared(record, 2 if record.of_table and record.label else 1)
 
 
 def compared(record: Any, digits: int = 1) -> Line:
@@ -305,7 +286,8 @@ def counts(verdict: PaperVerdict) -> str:
     if verdict.median is not None:
         text += f", median error {percent(verdict.median)}, worst {percent(max(verdict.errors), 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
-        text += f"{';' if verdict.errors else ','} formulas of bytes differ by up to {percent(worst, 0)}"
+        what = "the paper's formulas of sent bytes differ from our metered bytes"
+        text += f"{';' if verdict.errors else ','} {what} by up to {percent(worst, 0)}"
     return text
 
 

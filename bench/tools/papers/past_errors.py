@@ -8,7 +8,6 @@ without one rate, so that another rate prices its work.
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,19 +16,18 @@ import scipy  # whose parts are imported as they are first used
 from pandas import DataFrame, Series
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import ALL, Narrowing, Scenario, load_cluster, run_of
+from spbench.bench.measure import Narrowing, Scenario, load_cluster, run_of
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import (
     OF_TIMES,
     UNKNOWN,
-    as_lines,
     groups,
     joined,
     lines_of,
     parts_of_a_whole,
     read_comparisons,
 )
-from spbench.bench.tools.papers.error_fits import Covered, LeftOut, StepObservation, coverage, overall
+from spbench.bench.tools.papers.error_fits import LeftOut, coverage, overall
 from spbench.bench.tools.papers.paper_findings import TABLES, Line, distinct
 from spbench.bench.tools.papers.sources import published_file, publishers
 from spbench.bench.units import difference, percent, shown_share, three_digits
@@ -48,9 +46,9 @@ RESTS_ON = {
     "transferred": "the rate of another card, kernel or host",
     "substituted": "no measurement of the kind: attention priced as a matmul, a link by its datasheet",
     "fitted": "a scalar of the cluster, fitted to other published steps of the same model and strategy",
-    "fitted elsewhere": "the same, fitted to steps of another model or strategy",
+    "fitted elsewhere": "a scalar of the cluster, fitted to steps of another model or strategy",
     "datasheet": "datasheets alone",
-} | dict.fromkeys(STOOD_IN, "such rates, for another program")
+} | dict.fromkeys(STOOD_IN, "rates as above, of another program")
 #: kinds of groups that cross-validation leaves out of the intervals, one group at a time, with their names
 LEFT_OUT: dict[LeftOut, str] = {
     "source": "who measured",
@@ -101,7 +99,7 @@ def orders_by_scenario(scenarios: Iterable[Scenario], records: DataFrame) -> dic
     """The :func:`order_lines` of each scenario that has any, by its name."""
     by_name = {}
     for scenario in scenarios:
-        cells = {cell.key: cell for cell in Narrowing(variant=ALL).declared(scenario)}
+        cells = {cell.key: cell for cell in Narrowing(variant="all").declared(scenario)}
         if lines := order_lines(records[records["scenario"] == scenario.name], cells):
             by_name[scenario.name] = lines
     return by_name
@@ -148,8 +146,8 @@ def log_errors(records: DataFrame) -> list[float]:
 
 
 def observations(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
-    """The records of some times, with further columns for the fields of :class:`StepObservation`; all figures
-    and tables of a paper are one source.
+    """The records of some times, with the further columns of :mod:`tools.papers.error_fits`; all figures and
+    tables of a paper are one source.
 
     Args:
         records: a frame of :func:`counted_times`.
@@ -175,27 +173,13 @@ def observations(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
     )
 
 
-def grouped_observations() -> list[StepObservation]:
+def grouped_observations() -> DataFrame:
     """Observations of groups of times whose rows are unpublished: each row has its group's median error."""
-    return [
-        StepObservation(
-            group["measured by"],
-            group["rates"],
-            group["bound"],
-            group["strategy"],
-            math.log1p(float(group["median_error"])),
-            machine=group["machines"],
-            kernel=group["kernel"],
-        )
-        for group in published_file(GROUPED_FILE).rows
-        for _ in range(int(group["rows"]))
-    ]
-
-
-def observed(seen: DataFrame) -> list[StepObservation]:
-    """The lines of :func:`observations` as objects, from which intervals are fitted."""
-    names = [field.name for field in fields(StepObservation)]
-    return [StepObservation(**line) for line in as_lines(seen, names)]
+    lines = DataFrame(published_file(GROUPED_FILE).rows)
+    errors = lines["median_error"].map(lambda error: math.log1p(float(error)))
+    lines = lines.rename(columns={"measured by": "source", "machines": "machine"})
+    lines = lines.assign(log_error=errors, alike="", log_time=0.0, unknown=0.0)
+    return lines.loc[lines.index.repeat(lines["rows"].astype(int))]
 
 
 def time_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
@@ -207,7 +191,7 @@ def time_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
         records, cells: see :func:`observations`.
     """
     seen = observations(records, cells)
-    covered = _covered(seen)
+    covered = coverage(seen)
     lines = []
     for rates, of_class in groups(seen, "rates"):
         for source, some in groups(of_class, "source"):
@@ -230,11 +214,11 @@ def class_lines(records: DataFrame) -> list[Line]:
     """A line for each class of rates: the evidence of its rates, numbers of times and sources, errors, and
     the share within the intervals that the other sources give; all sources weigh the same."""
     seen = observations(records, {})
-    covered = _covered(seen)
+    covered = coverage(seen)
     lines = []
     for rates, some in sorted(groups(seen, "rates"), key=lambda of: [*RESTS_ON].index(of[0])):
         errors, of_class = _errors(some["log_error"]), covered[covered["rates"] == rates]
-        within = overall([*lines_of(of_class)]) if len(of_class) else None
+        within = overall(of_class) if len(of_class) else None
         about = {"rates": rates, "rests_on": RESTS_ON, "times": some, "errors": errors, "within": within}
         lines.append(TABLES.record("class", **about))
     return lines
@@ -251,7 +235,7 @@ def left_out_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
     seen = observations(records, cells)
     lines = []
     for what, name in LEFT_OUT.items():
-        covered = _covered(seen, what)
+        covered = coverage(seen, what)
         rows, within = covered["rows"].sum(), covered["within"].sum()
         few = covered[(covered["rows"] >= GROUP) & (covered["within"] < TOO_FEW * covered["rows"])]
         named = [
@@ -269,10 +253,6 @@ def left_out_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
             }
         )
     return lines
-
-
-def _covered(seen: DataFrame, what: LeftOut = "source") -> DataFrame:
-    return DataFrame(coverage(observed(seen), what), columns=list(Covered._fields))
 
 
 def _errors(errors: Iterable[float]) -> Line:
@@ -296,5 +276,5 @@ def _all(rates: str, covered: DataFrame) -> Line:
         "measured by": f"all, {covered['source'].nunique()} sources alike",
         "times": int(covered["rows"].sum()),
         **dict.fromkeys([*_errors([0.0]), "runs compared", "tau", "our best from the best"], ""),
-        "within 80% intervals": shown_share(overall([*lines_of(covered)])) if len(covered) else "",
+        "within 80% intervals": shown_share(overall(covered)) if len(covered) else "",
     }

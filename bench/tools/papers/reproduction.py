@@ -111,7 +111,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[mea
     Raises:
         UserError: a file cannot be written, or :func:`check_same_code` refuses the results.
     """
-    narrowing = measure.Narrowing(variant=measure.ALL if request.all_variants else None)
+    narrowing = measure.Narrowing(variant="all" if request.all_variants else None)
     one = request.asked[1]
     asked = [one_of(paper, scenarios, one)] if one else scenarios
     all_ran: dict[str, measure.RanScenario] = {}
@@ -189,7 +189,7 @@ def _in_order(scenarios: Sequence[str], mine: DataFrame, others: DataFrame) -> D
 def _out_of_date(scenarios: Sequence[measure.Scenario], records: DataFrame) -> Iterator[str]:
     """The names of scenarios whose records have a cell that the scenario no longer has."""
     for scenario in scenarios:
-        cells = {cell.key for cell in measure.Narrowing(variant=measure.ALL).declared(scenario)}
+        cells = {cell.key for cell in measure.Narrowing(variant="all").declared(scenario)}
         mine = records.loc[records["scenario"] == scenario.name, "cell"].str.split(" / ").explode()
         if not mine.isin([*cells, ""]).all():
             yield scenario.name

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pandas import concat
+
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line import progress
@@ -25,6 +27,7 @@ from spbench.bench.tools.papers.answer import load_scenario, set_beside
 from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv, write_csv
 from spbench.bench.tools.papers.error_fits import fit
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
+from spbench.bench.tools.papers.paper_findings import TABLES
 from spbench.bench.tools.papers.reproduction import (
     FOLDER,
     UNFOLLOWED,
@@ -32,9 +35,8 @@ from spbench.bench.tools.papers.reproduction import (
     records_of,
     reproduce_paper,
 )
-from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.sources import ALL, papers, scenarios_of
 from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, memory_errors
-from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 
 #: the argument of `spbench reproduce` for pages of strategies, and their folder
@@ -124,9 +126,9 @@ def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterat
         for paper, scenarios in of_papers:
             yield reproduce_paper(request, paper, scenarios)
         for name, other in others.items():
-            if request.paper in (name, measure.ALL):
+            if request.paper in (name, ALL):
                 yield other(request)
-    if request.paper in (BANDS, measure.ALL):
+    if request.paper in (BANDS, ALL):
         yield fit_bands(request)
 
 
@@ -187,21 +189,13 @@ def fit_bands(request: Reproduction) -> Output:
     seen = past_errors.observations(records, cells)
     if seen.empty:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = fit([*past_errors.observed(seen), *past_errors.grouped_observations()])
+    model = fit(concat([seen, past_errors.grouped_observations()], ignore_index=True))
     lines = past_errors.time_lines(records, cells)
+    bounds = {**model.intervals, **dict.fromkeys(model.of_stand_ins, (model.ANY,))}
     intervals = [
-        {
-            "rates": rates,
-            "bound": bound,
-            "interval": f"{difference(low - 1, 0)} {difference(high - 1, 0)}",
-            "rests on": words,
-        }
-        for rates, of_class in {
-            **model.intervals,
-            **dict.fromkeys(model.of_stand_ins, (measure.ANY,)),
-        }.items()
+        TABLES.record("interval", model.band(rates, bound, model.strategies[0]), rates=rates, bound=bound)
+        for rates, of_class in bounds.items()
         for bound in of_class
-        for low, high, words in [model.band(rates, bound, model.strategies[0])]
     ]
     scored = request.earlier(f"{CASES}_errors.csv")
     of_cases = read_csv(scored)[1] if scored.exists() else []
@@ -209,21 +203,20 @@ def fit_bands(request: Reproduction) -> Output:
     verdicts = certainty_lines(runs, kinds)
     folder = PACKAGED if request.write else request.output
     contents = {
-        measure.BANDS_FILE: json.dumps(model.as_dict(), indent=1),
+        model.FILE: json.dumps(model.as_dict(), indent=1),
         measure.MEMORY_ERRORS_FILE: json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":")),
-        measure.CERTAINTY_FILE: json.dumps(measure.Evidence.of(runs, kinds)._asdict(), indent=1),
+        measure.Evidence.FILE: json.dumps(vars(measure.Evidence.of(runs, kinds)), indent=1),
     }
     written = [write_whole(folder / name, f"{text}\n") for name, text in contents.items()]
     if request.write:
-        written += [
-            document.write_part(document.TIMES_PAGE, BANDS, "times", lines),
-            document.write_part(document.TRUST_PAGE, BANDS, "classes", past_errors.class_lines(records)),
-            document.write_part(
-                document.TRUST_PAGE, BANDS, "left-out", past_errors.left_out_lines(records, cells)
-            ),
-            document.write_part(document.SUMMARY_PAGE, BANDS, "certainty", verdicts),
-            *document.write_shared(),
-        ]
+        parts = (
+            (document.TIMES_PAGE, "times", lines),
+            (document.TRUST_PAGE, "classes", past_errors.class_lines(records)),
+            (document.TRUST_PAGE, "left-out", past_errors.left_out_lines(records, cells)),
+            (document.SUMMARY_PAGE, "certainty", verdicts),
+        )
+        written += [document.write_part(page, BANDS, name, own) for page, name, own in parts]
+        written += document.write_shared()
         measure.packaged_model.cache_clear()
     tables = [
         Table("Published step times, and how many lie within the intervals of the other sources", lines),
@@ -237,6 +230,6 @@ def fit_bands(request: Reproduction) -> Output:
 def _all_cells() -> Mapping[str, Cell]:
     """The declared cells of the packaged scenarios by key, and those on clusters that lack rates."""
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
-    declared = [(each, measure.Narrowing(variant=measure.ALL)) for each in scenarios if each.document.paper]
+    declared = [(each, measure.Narrowing(variant="all")) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
     return {cell.key: cell for scenario, narrowing in declared for cell in narrowing.declared(scenario)}

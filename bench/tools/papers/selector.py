@@ -3,8 +3,7 @@ settings, and a field of the cell's measurement, for a rank, a step and a phase.
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -137,8 +136,7 @@ AT_PHASE_ENDS = {"allocated_bytes": "allocated", "reserved_memory_bytes": "reser
 RankName = int | Literal["last"] | None
 
 
-@dataclass(frozen=True)
-class PublishedRow:
+class PublishedRow(NamedTuple):
     """A row of a published file.
 
     Attributes:
@@ -155,19 +153,9 @@ class PublishedRow:
         text = self.text[column].strip()
         return _amount(text) if text else None
 
-    def by_rank(self, column: str) -> dict[int, float]:
-        """The numbers by rank in a column with a JSON object of a number for each rank; empty if nothing was
-        published; ValueError for any other text."""
-        text = self.text[column].strip()
-        content = json.loads(text, parse_int=str, parse_float=str, parse_constant=str) if text else {}
-        if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
-            raise ValueError(f"no object of a number for each rank: {text}")
-        return {int(rank): _amount(value) for rank, value in content.items()}
-
 
 def _amount(text: str) -> float:
-    number = finite(text)
-    if number < 0:
+    if (number := finite(text)) < 0:
         raise ValueError(f"{text} is less than nothing")
     return number
 
@@ -202,12 +190,18 @@ class QuantityColumn(StrictModel):
 
     def numbers(self, row: PublishedRow, column: str) -> dict[RankName, float | None]:
         """The published numbers in a row by rank, in the compared unit, None where nothing was published;
-        ValueError for a text that is no number."""
-        scale = (self.published_unit or self.unit) / self.unit
+        ValueError for any other text and for negative numbers."""
+        numbers: dict[RankName, float | None]
         if self.rank == "each":
-            return {rank: value * scale for rank, value in row.by_rank(column).items()}
-        value = row.value(column)
-        return {self.rank: None if value is None else value * scale}
+            text = row.text[column].strip()
+            content = json.loads(text, parse_int=str, parse_float=str, parse_constant=str) if text else {}
+            if not isinstance(content, dict) or not all(isinstance(each, str) for each in content.values()):
+                raise ValueError(f"no object of a number for each rank: {text}")
+            numbers = {int(rank): _amount(each) for rank, each in content.items()}
+        else:
+            numbers = {self.rank: row.value(column)}
+        scale = (self.published_unit or self.unit) / self.unit
+        return {rank: None if number is None else number * scale for rank, number in numbers.items()}
 
     def words(self, rank: RankName) -> list[str]:
         """The rank and the step of a number as texts, such as "last rank", "step 2"."""

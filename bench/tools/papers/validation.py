@@ -16,7 +16,7 @@ from statistics import median
 from pandas import DataFrame
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import FITS, NO, PEAK, RESERVED, TIGHT, Evidence, Filled, kinds_of
+from spbench.bench.measure import Evidence, Filled, kinds_of
 from spbench.bench.tools.papers import comparison, sources
 from spbench.bench.tools.papers.megatron_cases import CASES, GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, absolute_errors, distinct
@@ -193,7 +193,12 @@ def _length(tokens: float | None) -> str:
 
 
 #: the kind of memory of each quantity of published tables
-_MEMORY = {"peak_memory_gib": PEAK, "memory_gb": PEAK, "memory_mb": PEAK, "reserved_memory_gib": RESERVED}
+_MEMORY = {
+    "peak_memory_gib": "peak",
+    "memory_gb": "peak",
+    "memory_mb": "peak",
+    "reserved_memory_gib": "reserved",
+}
 #: quantities of memory whose errors do not count, because settings were chosen by looking at them
 _SEEN = ("allocated_gib", "reserved_gib", "allocated_memory_gib")
 
@@ -209,7 +214,7 @@ def memory_errors(
         of_cases: lines of megatron_cases_errors.csv, which replace the golden values of other files.
     """
     errors = [  # each of a backend, a quantity and a run
-        ("megatron", PEAK, "{case} {golden} {quantity}".format(**line), float(line["error"]))
+        ("megatron", "peak", "{case} {golden} {quantity}".format(**line), float(line["error"]))
         for line in of_cases
         if line["quantity"] in MEMORY[:2]  # which are peaks
     ]
@@ -264,6 +269,6 @@ def certainty_lines(runs: Sequence[Filled], kinds: set[str]) -> list[Line]:
     lines = []
     for published, oom in (("trained", False), ("out of memory", True)):
         mine = [words[id(run)] for run in runs if run.published_oom is oom]
-        counts = {word: mine.count(word) for word in (FITS, TIGHT, NO)}
+        counts = {word: mine.count(word) for word in ("fits", "tight", "no")}
         lines.append({"published": published, "runs": len(mine), **counts})
     return lines

@@ -45,4 +45,6 @@ def command() -> None:
 
     Results are kept cell by cell, so an interrupted run continues where it was. A cell runs again if its
     cluster, model, strategy, code or torch has changed since.
+
+    SCENARIO may also be a training step of your own, FILE.py:FUNCTION, with --world-size and --cluster.
     """

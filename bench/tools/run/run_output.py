@@ -11,9 +11,9 @@ from typing import Any, Literal
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.command_line import progress
-from spbench.bench.command_line.output import Output, Table, memory_table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
-from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, RecordForms
+from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, RecordForms, memory_table
 from spbench.bench.errors import listed
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison, draw_figure, frame_of
@@ -248,6 +248,6 @@ def _fits(row: Row) -> tuple[str | None, str | None]:
 def _tight(rows: Sequence[Row]) -> Iterator[str]:
     """A note for each reason why cells that fit may not fit on a real card, with the first such cells."""
     verdicts = ((_fits(row), "/".join(row.key.split("/")[:5])) for row in rows)
-    tight = [(reason, cell) for (word, reason), cell in verdicts if word == measure.TIGHT]
+    tight = [(reason, cell) for (word, reason), cell in verdicts if word == "tight"]
     for reason, of in grouped(tight, lambda each: each[0]).items():
         yield f"tight: {listed([cell for _, cell in of], _NAMED, '; ')}: {reason}"

@@ -1,4 +1,4 @@
-"""`spbench trace` at work: the step of one cell, or of the user's own program, and the text on it."""
+"""`spbench trace` at work: the step of one cell, and the text on it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from spbench.bench import measure
-from spbench.bench.cell import Cell
-from spbench.bench.command_line.options import refuse_given
-from spbench.bench.command_line.output import Column, Output, Table, memory_table
+from spbench.bench.cell import OWN_STEP, Cell
+from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message, remark
-from spbench.bench.command_line.record_forms import shown_band
+from spbench.bench.command_line.record_forms import RecordForms, memory_table, shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Measurement
-from spbench.bench.units import gib, mib, shown_time, three_digits
+from spbench.bench.units import gib, shown_time, three_digits
 from spbench.impls import Unsupported
 
 
@@ -24,18 +23,13 @@ def traced(
     narrowing: measure.Narrowing,
     shape: Mapping[str, int | None],
     ranks: Sequence[int | None],
-    engine: str,
     output: Path,
 ) -> Output:
     """Trace a cell, and return the output of `spbench trace`; the arguments are the command's options."""
-    if measure.names_a_step(scenario):
-        return traced_step(scenario, narrowing, ranks, engine, output)
-    if engine != "virtual":
-        raise UserError(f"{scenario}: --engine {engine} is for a step of your own, FILE.py:FUNCTION")
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
     cell = narrowing.only_cell("a trace", measure.load_scenario(scenario), shape)
     every = range(cell.sizes.world) if None in ranks else [rank for rank in ranks if rank is not None]
-    return write_trace(cell, every, output)
+    return (trace_step if cell.strategy == OWN_STEP else write_trace)(cell, every, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
@@ -106,64 +100,31 @@ def _spoken(seconds: Mapping[str, float]) -> str:
     return ", ".join(f"{_WORDS.get(name, name.replace('_', ' '))} {time}" for name, time in named.items())
 
 
-#: the options of the command that choose among the cells of a scenario
-_OF_CELLS = ("strategy", "model", "where", "changes", "variant", "batch", "seq_len")
-#: the most lines of what is alive at the peak that a terminal shows
-_MOST = 12
-
-_HELD = (
-    Column("GiB", "bytes", gib),
-    Column("kind", "kind", lambda kind: kind.replace("_", " ")),
-    Column("allocated in", "place"),
-    Column("tensors", "tensors"),
-)
-_SENT = (
-    *(Column(name, name) for name in ("phase", "collective", "axis")),
-    Column("ranks", "group_size"),
-    Column("calls", "count"),
-    Column("MiB of tensors", "payload_bytes", mib),
-    Column("MiB sent by a GPU", "sent_bytes", mib),
-)
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
-def traced_step(
-    step: str,
-    narrowing: measure.Narrowing,
-    ranks: Sequence[int | None],
-    engine: str,
-    output: Path,
-) -> Output:
-    """Trace a step of the user's own, and return the output of `spbench trace`.
+def trace_step(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
+    """Trace the cell of a step of the user's own, and return the output of `spbench trace`.
 
     Args:
-        step: "FILE.py:FUNCTION".
-        narrowing: has one cluster and one world size.
-        ranks: ranks that are traced and written in addition to the first of each class; None: all.
+        ranks: ranks that are traced and written in addition to the first of each class.
         output: the file of the timeline (.json or .json.gz), or a folder that also keeps the row.
 
     Raises:
-        UserError: the step cannot be watched, with the user's line; or an option is missing.
+        UserError: the step cannot be watched, with the user's line.
     """
-    refuse_given(_OF_CELLS, "chooses among the cells of a scenario, and has no effect on a step of your own")
-    clusters, world_sizes = narrowing.clusters, narrowing.world_sizes
-    if len(clusters) != 1 or len(world_sizes) != 1:
-        raise UserError(f"{step}: give one --world-size and one --cluster, such as --cluster dgx-h100")
-    world = world_sizes[0]
-    every = None if None in ranks else [rank for rank in ranks if rank is not None]
-    remark(f"tracing {step}")
-    measured: measure.MeasuredStep
-    if engine == "distributed":
-        measured = measure.real_step(step, world, clusters[0], measure.chosen_device("available"))
-    else:
-        measured = measure.measured_step(step, world, clusters[0], every)
-    result = measured.measurement
-    folder = not {".json", ".gz"} & {*output.suffixes}
-    timeline = output / "trace.json" if folder else output
-    written = [*(range(world) if every is None else every)] or [ranks[0] for ranks in measured.classes.ranks]
-    files = [measured.keep(output)] if folder else []
-    banded = measure.with_band(measured.row)["measurement"]
+    remark(f"tracing {cell.model}")
+    traces = measure.step_traces(cell, ranks)
+    result = traces.measurement()
+    row, folder = measure.row_of(traces.cell, result), not {".json", ".gz"} & {*output.suffixes}
+    files = [output / measure.RESULTS_FILE] if folder else []
+    if folder:
+        with measure.ResultsFile(output) as results:
+            results.append(row)
+    banded = measure.with_band(row)["measurement"]
     if result.bound:  # the time is simulated
-        files.append(measured.timeline.export(timeline, written))
+        written = ranks or [of_class[0] for of_class in traces.ranks]
+        files.append(traces.timeline.export(output / "trace.json" if folder else output, written))
     if result.unpriced_operators:
         names = ", ".join(sorted(result.unpriced_operators))
         message(
@@ -172,21 +133,21 @@ def traced_step(
         )
     return Output(
         [
-            _verdict(measured, banded),
-            Table.of(f"Alive at the peak of rank {result.peak_rank}", _HELD, measured.held(), most=_MOST),
-            Table.of("Communication of a step", _SENT, result.communication),
+            _verdict(traces, result, banded),
+            TABLES.table("alive", f"Alive at the peak of rank {result.peak_rank}", traces.held()),
+            TABLES.table("communication", "Communication of a step", result.communication),
         ],
-        {"row": {**measured.row, "measurement": banded}, "classes": str(measured.classes)},
-        [measure.flat(measured.row)],
+        {"row": {**row, "measurement": banded}, "classes": str(traces)},
+        [measure.flat(row)],
         files=files,
         code=int(result.status != "ok"),
-        details=[memory_table({measured.cell.key: result.as_dict()})],
+        details=[memory_table({traces.cell.key: result.as_dict()})],
     )
 
 
-def _verdict(measured: measure.MeasuredStep, banded: Mapping[str, Any]) -> str:
+def _verdict(traces: measure.StepTraces, result: Measurement, banded: Mapping[str, Any]) -> str:
     """The first lines: whether the step fits, its memory and its time, and which ranks were traced."""
-    result, verdict = measured.measurement, measured.verdict
+    verdict = measure.certainty(traces.cell, result.as_dict())
     word = "fits" if verdict is None else verdict.word
     usable = result.usable_memory_bytes
     lines = [
@@ -195,14 +156,11 @@ def _verdict(measured: measure.MeasuredStep, banded: Mapping[str, Any]) -> str:
         + f", peak {gib(result.peak_memory_bytes)} GiB in {result.peak_phase} on rank {result.peak_rank}"
         + (f"; {why}" if (why := result.reason or (verdict.reason if verdict else "")) else "")
     ]
-    if (samples := result.step_time_samples_s) and result.step_time_s:
-        time, ranks = shown_time(result.step_time_s), measured.cell.sizes.world
-        lines.append(f"step time {time} measured on {ranks} real ranks, the median of {len(samples)} steps")
-    elif result.step_time_s:
+    if result.step_time_s:
         lines.append(
             f"simulated step time {shown_band(banded)}, most of it {result.bound}"
             + (f", MFU {three_digits(100 * result.mfu)}%" if result.mfu else "")
             + f"; {banded['band']}"
         )
         lines.append(f"mean over ranks: {_spoken(result.breakdown)}")
-    return "\n".join([*lines, *([] if samples else [str(measured.classes)])])
+    return "\n".join([*lines, str(traces)])

@@ -1,4 +1,4 @@
-"""`spbench trace`: the simulated step of one cell, or of the user's own program, event by event."""
+"""`spbench trace`: the simulated step of one cell, event by event."""
 
 import click
 
@@ -17,13 +17,6 @@ def _rank(word: str) -> int | None:
     options.several("n[,n...]|all", _rank),
     "Ranks to write, or all; by default the first of each class of ranks. A step of your own is traced on "
     "these ranks.",
-)
-@click.option(
-    "--engine",
-    type=click.Choice(["virtual", "distributed"]),
-    default="virtual",
-    show_default=True,
-    help="Trace fake ranks, or run a step of yours on real ranks under the same meters.",
 )
 @options.path_option("--output", "The file.", default="trace.json", show_default=True)
 @options.printed

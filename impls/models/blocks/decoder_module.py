@@ -95,6 +95,12 @@ class Decoder(nn.Module):
         weight: Tensor = self.embedding.weight  # type: ignore[assignment]
         return weight
 
+    @property
+    def head_weight(self) -> Tensor | None:
+        """The weight [V, H] of the head, which only the last stage has."""
+        weight = self.embedding.weight if self.model.tied else getattr(self, "head", None)
+        return weight if self.stage.last else None  # type: ignore[return-value]
+
     def boundary_shape(self, inputs: Mapping[str, Tensor]) -> tuple[int, int, int]:
         """The shape (B, L, H) of ``hidden``, which one pipeline stage sends to the next."""
         batch, length = inputs["tokens"].shape
@@ -182,7 +188,8 @@ class Decoder(nn.Module):
 
     def _loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted loss of x [B, L, H], a scalar, and the loss of each token [B, L]."""
-        weight: Tensor = self.embedding.weight if self.model.tied else self.head  # type: ignore[assignment]
+        weight = self.head_weight
+        assert weight is not None
         if tiling := self.model.loss_tiling:
             return loss_in_tiles(self._token_loss, weight, x, labels, weights, tiling)
         token_loss = self._token_loss(x, weight, labels)

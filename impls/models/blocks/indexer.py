@@ -116,8 +116,7 @@ class IndexedMixer(LatentAttentionMixer):
     def forward(self, x: Tensor, places: Places) -> Tensor:
         kind = self.kind
         of_queries, latent, shared = self._latents(x)
-        assert self.q_norm is not None
-        of_queries, latent = self.q_norm(of_queries), self.kv_norm(latent.contiguous())
+        of_queries, latent = self._normalised(of_queries, latent, copied=True)
         index = self.indexer(x, of_queries, lambda y: self._turned(y, places))
         of_keys, of_values = self._up_weights()
         q = self.q_up.project(of_queries, None).unflatten(-1, (self.model.heads, -1))

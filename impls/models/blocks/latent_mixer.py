@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1) as the mixer of a layer.
 
 A matmul projects the input down to a latent vector for each position; others project the latent up to the
-keys and values of all heads. Queries come from a latent of their own, or from the input. Each latent is
+keys and values of all heads. Queries come from a latent of their own, or from the input. Each latent may be
 normalised. RoPE turns further features of each query, and one further key, which all heads share. So queries
 and keys have another head size than values, and the softmax is scaled by all features of a key.
 
@@ -42,6 +42,7 @@ class LatentAttention(SoftmaxAttention):
     Attributes:
         kv_rank, q_rank: C and Q; q_rank None: queries are projected from the hidden state.
         plain_size, turned_size, value_size: N, R and A.
+        normed: whether both latents are normalised.
         padded: whether values are padded with zeros to N + R features.
     """
 
@@ -52,6 +53,7 @@ class LatentAttention(SoftmaxAttention):
     plain_size: int = 128
     turned_size: int = 64
     value_size: int = 128
+    normed: bool = True
     padded: bool = False
 
     @property
@@ -81,7 +83,7 @@ class LatentAttention(SoftmaxAttention):
         }
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        h, heads, of_norm = model.hidden, model.heads, 2 if model.norm == "layer" else 1
+        h, heads, of_norm = model.hidden, model.heads, self.normed * (2 if model.norm == "layer" else 1)
         up = (self.q_rank or h) * heads * self.key_size + self.kv_rank * heads * (
             self.plain_size + self.value_size
         )
@@ -119,13 +121,11 @@ class LatentAttentionMixer(AttentionMixer):
     def __init__(self, kind: LatentAttention, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
         hidden, heads = model.hidden, model.heads
-        self.q_down = self.q_norm = None
-        if kind.q_rank is not None:
-            self.q_down = Linear(hidden, kind.q_rank, bias=False)
-            self.q_norm = norm_of(model, kind.q_rank)
+        self.q_down = None if kind.q_rank is None else Linear(hidden, kind.q_rank, bias=False)
+        self.q_norm = norm_of(model, kind.q_rank) if kind.normed and kind.q_rank is not None else None
         self.q_up = strategy.grouped_linear_in(kind.q_rank or hidden, heads * kind.key_size, 1)
         self.kv_down = Linear(hidden, kind.kv_rank + kind.turned_size, bias=False)
-        self.kv_norm = norm_of(model, kind.kv_rank)
+        self.kv_norm = norm_of(model, kind.kv_rank) if kind.normed else None
         self.kv_up = strategy.grouped_linear_in(kind.kv_rank, heads * (kind.plain_size + kind.value_size), 1)
         self.close()
         latents = {name: of for name, of in kind.latents(model).items() if model.adapts([name])}
@@ -171,6 +171,14 @@ class LatentAttentionMixer(AttentionMixer):
         # the heads of every rank use this key
         return of_queries, latent, self.strategy.features_for_heads(shared)
 
+    def _normalised(self, of_queries: Tensor, latent: Tensor, copied: bool) -> tuple[Tensor, Tensor]:
+        """The two latents after their norms, if they have norms. ``copied``: the latent of keys and values is
+        copied before its norm, because libraries' norms take no views."""
+        of_queries = of_queries if self.q_norm is None else self.q_norm(of_queries)
+        if self.kv_norm is not None:
+            latent = self.kv_norm(latent.contiguous() if copied else latent)
+        return of_queries, latent
+
     def _up(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,11 +191,7 @@ class LatentAttentionMixer(AttentionMixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [B, L, Z, N + R], and values [B, L, Z, A] without padding."""
         kind = self.kind
-        if self.q_norm is not None:
-            of_queries = self.q_norm(of_queries)
-        if self.model.fused:
-            latent = latent.contiguous()  # because libraries' norms take no views
-        latent = self.kv_norm(latent)
+        of_queries, latent = self._normalised(of_queries, latent, copied=self.model.fused)
         q, kv = self.q_up.project(of_queries, None), self.kv_up.project(latent, None)
         q = self._adapted(QKV[0] if self.q_down is None else LATENT[1], of_queries, q)
         kv = self._adapted(LATENT[3], latent, kv)

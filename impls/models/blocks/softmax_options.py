@@ -164,6 +164,7 @@ class LatentOptions:
         qk_nope_head_dim: features of a head's query and key without a position.
         qk_rope_head_dim: features of a head's query and key that RoPE turns.
         v_head_dim: features of a head's value.
+        latent_norms: whether both latents are normalised (in Megatron-LM only with --qk-layernorm).
         padded_values: whether values are padded with zeros to the head size of keys, for kernels and messages
             with one head size (transformers with FlashAttention-2).
         index_n_heads: heads of the indexer that chooses the positions that each position attends to
@@ -183,6 +184,7 @@ class LatentOptions:
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
     v_head_dim: int = 128
+    latent_norms: bool = True
     padded_values: bool = False
     index_n_heads: int = 0
     index_head_dim: int = 128
@@ -201,6 +203,7 @@ class LatentOptions:
             "plain_size": self.qk_nope_head_dim,
             "turned_size": self.qk_rope_head_dim,
             "value_size": self.v_head_dim,
+            "normed": self.latent_norms,
             "padded": self.padded_values,
         }
 
@@ -243,7 +246,7 @@ class LatentOptions:
             {"q_lora_rank": None, "padded_values": True, "mtp_layers": 0}
             | {"recompute": "selective", "recompute_modules": ("core_attn", "mla_up_proj")},
             {"mtp_layers": 2, "documents": (7, 1, 11, 5), "library": "transformer-engine"},
-            {"recompute": "selective", "recompute_modules": ("mla_up_proj",)},
+            {"recompute": "selective", "recompute_modules": ("mla_up_proj",), "latent_norms": False},
         ]
 
     def check_latent(self) -> None:
@@ -251,8 +254,13 @@ class LatentOptions:
         if min(self.kv_lora_rank, self.mtp_layers) < 0:
             raise ValueError("kv_lora_rank and mtp_layers are at least 0")
         if not self.kv_lora_rank:
-            if self.q_lora_rank is not None or self.padded_values or self.index_n_heads:
-                what = "q_lora_rank, padded_values and index_n_heads need"
+            if (
+                self.q_lora_rank is not None
+                or self.padded_values
+                or self.index_n_heads
+                or not self.latent_norms
+            ):
+                what = "q_lora_rank, latent_norms, padded_values and index_n_heads need"
                 raise ValueError(f"{what} latent attention; set kv_lora_rank")
             return
         self._check_index()
@@ -294,8 +302,8 @@ class LatentOptions:
         if self.index_head_dim < self.qk_rope_head_dim:
             turned = f"qk_rope_head_dim {self.qk_rope_head_dim}"
             raise ValueError(f"index_head_dim {self.index_head_dim} is below {turned}, which RoPE turns")
-        if self.q_lora_rank is None:
-            raise ValueError("an indexer needs the latent of queries; set q_lora_rank")
+        if self.q_lora_rank is None or not self.latent_norms:
+            raise ValueError("an indexer needs the normalised latent of queries; set q_lora_rank")
         if not self.indexes(vars(self)):
             raise ValueError(f"an indexer goes without {', '.join(_NOT_INDEXED)} and attention: unfused")
         if self.recomputes("mla_up_proj"):  # type: ignore[attr-defined]

@@ -377,6 +377,24 @@ def test_outputs_that_were_sent_are_freed(options: dict[str, Any], in_flight: in
     assert kept.nbytes - freed.nbytes == in_flight * (hidden - GRANULE)
 
 
+def test_gradients_of_the_head_that_are_put_off_hold_what_they_need() -> None:
+    peaks = []
+    for limit in (None, 2, 0):
+        options = (
+            {} if limit is None else {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": limit}
+        )
+        options = {"gradient_accumulation_fusion": True, **options}
+        asked = in_stages(options, precision="bf16", seq_len=512, batch=16)
+        asked = asked.model_copy(update={"training": asked.training.model_copy(update={"micro_batches": 16})})
+        peaks.append(tracing.trace(asked, rank=1).memory.peak().nbytes)
+        with only_plain_traces():
+            assert tracing.trace(asked, rank=1).memory.peak().nbytes == peaks[-1]
+    none, two, every = peaks
+    each = 512 * (96 + 48) * 2  # a micro-batch's gradients of logits and hidden states, in two bytes
+    assert two - none > 2 * each
+    assert every - two > 13 * each
+
+
 def test_a_sent_gradient_lives_during_the_next_backward() -> None:
     """As input_tensor_grad, a variable of Megatron-Core's loop, does."""
     alive, backward = [], StageRun.backward

@@ -64,7 +64,7 @@ def peaks_of_steps(**options: Any) -> list[int]:
         training={"micro_batches": 2, "steps": 2},
     )
     log = tracing.trace(cell).memory
-    found = log.peaks(rounded(np.asarray(log.sizes)))
+    found = log.levels(rounded(np.asarray(log.sizes))).steps
     assert all(peak.phase == "backward" for peak in found if options["cross_entropy"] == "native")
     return [peak.nbytes for peak in found]
 

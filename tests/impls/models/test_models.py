@@ -144,7 +144,7 @@ WHAT = {
     *("norms", "embedding_scaled", "logit_cap", "qk_norm_over", "window_rotary_base"),
     *("mlp", "biases", "qkv_bias", "parallel_residual", "position", "rotary_base", "rotary_share"),
     *("tied", "binary_head", "linformer", "mtp_layers", "mtp_weight"),
-    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "latent_norms"),
     *("index_n_heads", "index_head_dim", "index_topk"),
     *("lora_rank", "lora_alpha", "lora_targets", "lora_whole", "lora_dropout", "frozen_bits"),
     *("experts", "experts_per_token", "expert_inner", "shared_inner", "shared_gate", "dense_layers"),

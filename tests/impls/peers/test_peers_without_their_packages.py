@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import spbench.impls.peers
+from spbench.bench.measure.engines.class_traces import merged
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.tracing import trace
-from spbench.bench.measure.engines.virtual import merged
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.choices import strategy_problem
 from spbench.bench.measure.verify.cases import VerifyRow, verify_case
@@ -198,5 +198,5 @@ def test_it_sends_what_its_algorithm_says(name: str, option: str, _: set[str]) -
         "causal-transformer-tiny", name, sizes, 2, 48, "fp32", strategy_options=options_of(name, option)
     )
     plan(cell)
-    found = merged(cell, [trace(cell, rank).measurement(None) for rank in range(4)])
+    found = merged(cell, [trace(cell, rank).measurement(None) for rank in range(4)], plan(cell))
     assert (found.status, found.reason) == ("ok", "")

@@ -28,7 +28,7 @@ from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measure.scenarios.select import ATTENTION, with_usual_attention
 from spbench.bench.tools.run.kinds_of_work import kinds_of_work
 from spbench.bench.tools.run.list_command import cluster_output
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.measure.simulator.step_programs import cluster
 
 ERRORS = Path(__file__).parents[3] / "results" / "reproduction" / "interpolation.csv"
@@ -199,23 +199,7 @@ def figure(value: float) -> dict[str, Any]:
 
 
 def test_a_cluster_of_datasheets_has_gaps_for_all_but_its_links() -> None:
-    assert found(cluster_of(launch_overhead_s={"value": None, "source": "unknown"})) == {
-        "matmuls, fp32": "not known: they count as at the peak",
-        "attention, every kernel": "not known: it counts as matmuls",
-        "memory": "not known: it counts as at the datasheet's bandwidth",
-        "launch of a kernel": "not known: it takes no time",
-        "computing beside a collective": "not known: loses nothing",
-        "host": "not known: it launches in no time",
-        "copy to or from the host": "not known: it cannot be timed",
-        "copy to pageable memory": "not known: as pinned memory",
-        "copy from pageable memory": "not known: as pinned memory",
-        "update on the host's cores": "not known: it cannot be timed",
-        "memory of the host": "not known: it has no limit",
-        "send, intra-node": "1e-09 GB/s",
-        "other collectives, intra-node": "not known: by latency and bandwidth of a send's hops",
-        "send, inter-node": "1e-09 GB/s",
-        "other collectives, inter-node": "not known: by latency and bandwidth of a send's hops",
-    }
+    assert found(cluster_of(launch_overhead_s={"value": None, "source": "unknown"})) == data(__file__)["GAPS"]
 
 
 def test_the_host_s_memory_in_words() -> None:

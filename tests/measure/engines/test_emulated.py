@@ -211,12 +211,7 @@ def test_plays_the_rank_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert found[1].peak_memory_bytes == tracing.trace(pipeline, 1).memory.peak().nbytes
 
 
-CARD = """
-extends: piz-daint-p100
-device:
-  memory_total_bytes: {value: 6000000, source: made up}
-  memory_context_bytes: {value: 0, source: made up}
-"""
+CARD = data(__file__)["CARD"]
 
 
 def searching(tmp_path: Path) -> Cell:

@@ -352,7 +352,7 @@ def test_a_rank_is_put_together_from_a_short_step(ranks: int, chunks: int, rank:
         plan(cell).classes[rank].first,
     )
     short = next(turns.shorter())
-    together = put_together(trace(cell, first, events=True, turns=short.run), short, turns)
+    together = put_together(trace(cell, first, events=True, turns=short.of), short, turns)
     assert differences(together, trace(cell, first, events=True)) == []
 
 

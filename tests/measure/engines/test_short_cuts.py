@@ -18,15 +18,14 @@ from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import deepened_traces, traces, tracing, virtual
+from spbench.bench.measure.engines.class_traces import ClassTraces
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.rank_turns import OneRun, RankTurns
+from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.turn_parts import put_together
-from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.simulator.timeline import trace_events
-from spbench.bench.measure.trace import repeated_steps, step_records
+from spbench.bench.measure.trace import step_records
 from spbench.bench.measure.trace.event_log import RecordedEvent, Streams
-from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.impls import rings
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.optimizer import Optimizer
@@ -42,6 +41,7 @@ from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.training import interleaved, pipeline
 from spbench.impls.training import step as training_step
 from spbench.impls.training.pipeline import StageRun
+from spbench.impls.training.turns import Turns
 from tests.measure.engines.cells import (
     CELLS,
     LAYERS,
@@ -56,6 +56,7 @@ from tests.measure.engines.cells import (
     supported,
     wide,
 )
+from tests.measure.simulator.step_programs import serial_s
 from tests.slow import mostly_slow
 
 TINY = [name for name in all_models() if "-tiny" in name]
@@ -116,8 +117,6 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             patched.setattr(module, "keyed_steps", choosing("micro_batches"))
         patched.setattr(virtual, "stage_traces", stages)
         notes(tracing, "_put_together", "layers")
-        notes(repeated_steps._Uncut, "side_by_side", "pieces")
-        notes(repeated_steps._PutTogether, "forward", "pieces")
         yield taken
 
 
@@ -133,7 +132,7 @@ def assert_same_timelines(quick: ClassTraces, plain: ClassTraces) -> None:
         assert np.allclose(ours.by_rank[name], values, rtol=1e-9, atol=1e-15), name
     ranks = sorted({0, theirs.world_size // 2, theirs.world_size - 1})
     assert list(trace_events(ours, ranks)) == list(trace_events(theirs, ranks))
-    assert ours.serial_s == pytest.approx(theirs.serial_s)
+    assert serial_s(ours) == pytest.approx(serial_s(theirs))
 
 
 def plain_traces(asked: Cell) -> ClassTraces:
@@ -169,16 +168,16 @@ def check(
 
 
 def check_case(name: str, monkeypatch: pytest.MonkeyPatch, *, changed_step: bool = False) -> None:
-    """Compare one of CELLS; it takes the short cuts that it names, and of others that of pieces alone. A step
+    """Compare one of CELLS; it takes the short cuts that it names, and no other. A step
     that is changed is changed in its plain traces too."""
     asked, takes = CELLS[name]
     plain = plain_traces if changed_step else lambda asked: plain_traces_of_case(name)
     taken = check(asked, monkeypatch, plain)
-    assert takes <= taken <= takes | {"pieces"}
+    assert taken == takes
 
 
 #: what differs in kind; the others are traced in the slow run
-ALWAYS = "contiguous", "micro-batches under zero3", "gpipe", "main gradients", "layers in a bucket", "columns"
+ALWAYS = "contiguous", "micro-batches under zero3", "gpipe", "main gradients", "layers in a bucket"
 
 
 @pytest.mark.parametrize("name", mostly_slow(CELLS, *ALWAYS))
@@ -355,10 +354,6 @@ def numbered_windows(made: Any) -> Any:
     return numbered
 
 
-def copied(side_by_side: Any) -> Any:
-    return lambda *args: side_by_side(*args).clone()
-
-
 #: by name: a cell, and what is changed in its short cuts, or in what they trust
 FAULTS: dict[str, tuple[str, Any, str, Change]] = {
     "a count is dropped": ("contiguous", step_records.MessageRecord, "repeat", less(1)),
@@ -379,8 +374,6 @@ FAULTS: dict[str, tuple[str, Any, str, Change]] = {
         "by",
         lambda by: lambda self, layers: by(self, max(1, layers - 1)),
     ),
-    "pieces are copied": ("columns", repeated_steps._Uncut, "side_by_side", copied),
-    "views of pieces are not counted": ("chunks of experts", FastRecorder, "_count_views", nothing),
 }
 
 
@@ -400,7 +393,7 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_stage_is_put_together_or_refused_where_it_is_not_made_of_turns() -> None:
     trace, ahead = (tracing.trace(staged(), 2 * (PP - 1 - held), events=True) for held in (4, 5))
-    alternating, held, more = (RankTurns(OneRun.of(17, ahead)) for ahead in (0, 4, 5))
+    alternating, held, more = (RankTurns(Turns(0, ahead + 1, 1, 17)) for ahead in (0, 4, 5))
     assert differences(put_together(trace, held, more), ahead) == []
     with pytest.raises(NotAlike, match="turn 1 is forward"):
         put_together(trace, alternating, more)

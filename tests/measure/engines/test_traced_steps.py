@@ -132,8 +132,8 @@ def test_a_later_step_has_the_moments_that_the_first_one_makes() -> None:
         tracing.trace(cell_of(steps, precision="bf16", training={"moments": moments}), events=True)
         for steps, moments in ((2, "later"), (1, "kept"))
     )
-    first, second = lazy.memory.peaks(lazy.memory.sizes)
-    (steady,) = kept.memory.peaks(kept.memory.sizes)
+    first, second = lazy.memory.levels(lazy.memory.sizes).steps
+    (steady,) = kept.memory.levels(kept.memory.sizes).steps
     moments = steady.held["optimizer_state"] - first.held["optimizer_state"]
     parameters = steady.held["parameters"] // 2
     assert moments == pytest.approx(2 * 4 * parameters, rel=1e-3)  # two of float32, and a count each
@@ -327,7 +327,7 @@ def test_transformer_engine_has_one_in_all_and_none_of_torchs() -> None:
     assert made_in(log) == [("transformer_engine", "forward"), ("cublas", "optimizer")]
     sized = log.with_workspaces({"transformer_engine": 4 * MIB})
     assert [sized.sizes[number] for number in log.workspaces] == [4 * MIB, 0]
-    assert sized.peaks(sized.sizes)[-1].held["workspaces"] == 4 * MIB
+    assert sized.levels(sized.sizes).steps[-1].held["workspaces"] == 4 * MIB
 
 
 def test_the_first_product_in_a_ring_leaves_its_steps_alike() -> None:

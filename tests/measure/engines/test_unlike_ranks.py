@@ -9,11 +9,12 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.class_traces import ClassTraces
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.step_times import checked_flops, forward_flops
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis, work_error
-from spbench.bench.measure.engines.virtual import ClassTraces, VirtualEngine, trace_classes
+from spbench.bench.measure.engines.virtual import VirtualEngine, trace_classes
 from spbench.bench.measure.simulator.lighter_ranks import UnlikeWork
 from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
@@ -212,7 +213,7 @@ def test_ranks_with_capacity_may_do_less_than_one_device(capacity: float | None,
 
 
 def test_a_rank_that_stands_for_unlike_ones_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spbench.bench.measure.engines.virtual.marked_axis", lambda cell: None)
+    monkeypatch.setattr("spbench.bench.measure.engines.class_traces.marked_axis", lambda cell: None)
     traces: ClassTraces = trace_classes(Cell.model_validate(LLAMA | RING), events=True)
     found = traces.measurement()
     assert found.status == "mismatch"

@@ -36,26 +36,7 @@ VARIABLE = "SPBENCH_TEST_VARIABLE"
 SCRIPT = data(__file__)["SCRIPT"]
 
 #: the same of a server that is forked from this process, which holds a file and prints through something
-FORKED = """
-import contextlib, io, os
-from spbench.bench.measure.processes.starting import beginning_server, starting_context
-
-text = '''
-import os, torch
-server = f"/proc/{os.getppid()}"
-files = [os.readlink(f"{server}/fd/{number}") for number in os.listdir(f"{server}/fd")]
-print(torch.imported_by, len(os.listdir(f"{server}/task")), any(file.endswith("held") for file in files))
-'''
-held = open("held", "w")
-with contextlib.redirect_stdout(io.StringIO()):
-    with beginning_server():
-        import torch
-        torch.imported_by = "its parent"
-    process = starting_context().Process(target=exec, args=(text, {}))
-    process.start()
-    process.join()
-print(process.exitcode, "OPENBLAS_NUM_THREADS" in os.environ)
-"""
+FORKED = data(__file__)["FORKED"]
 
 
 def surroundings() -> dict[str, Any]:

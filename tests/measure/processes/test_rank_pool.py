@@ -27,8 +27,15 @@ from spbench.bench.measure.engines.lockstep import LockstepEngine
 from spbench.bench.measure.processes import rank_pool
 from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.lockstep_ranks import LOCKSTEP, LockstepRanks
-from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
-from spbench.bench.measure.processes.stacks import GRACE_S, STACKS_FOLDER, STACKS_S, RankAnswer, collect
+from spbench.bench.measure.processes.rank_pool import RankPool, Rendezvous, loopback_store
+from spbench.bench.measure.processes.stacks import (
+    GRACE_S,
+    STACKS_FOLDER,
+    STACKS_S,
+    RankAnswer,
+    RankError,
+    collect,
+)
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.verify.cases import verify_cases
 from spbench.impls import collectives
@@ -39,7 +46,7 @@ from spbench.impls.strategies import blockwise, ring_attention
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.ring_attention import RingAttention
 from tests.bench.hosts import left_of, needs_proc, until
-from tests.grid import tabled
+from tests.grid import data, tabled
 
 
 def sum_of_ranks(mesh: DeviceMesh, axis: str, offset: int) -> tuple[int, int, list[int]]:
@@ -359,12 +366,7 @@ ROOT = Path(__file__).parents[3]
 ROWS = [
     json.loads(line) for line in (ROOT / "results/reproduction/numerics/cells.jsonl").read_text().splitlines()
 ]
-CALL = {
-    "model": "attention-call",
-    "model_options": {"heads": 4, "kv_heads": 4, "head_size": 16},
-    "training": {"step": "inference"},
-    "seq_len": 128,
-}
+CALL = data(__file__)["CALL"]
 MODEL = {"model": "causal-transformer-tiny", "model_options": {}, "seq_len": 24, "training": {}}
 
 

@@ -29,7 +29,7 @@ from spbench.bench.row import FINAL, Row
 from tests.bench import fails_to_import, fakes, slow_to_import
 from tests.bench.fakes import cell
 from tests.bench.hosts import left_of, needs_proc, until
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.measure.processes.command_process import LIGHT_PATH
 
 #: of the cells that hang; the others may take as long as they do
@@ -115,18 +115,7 @@ def test_no_file_of_a_worker_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 #: twelve workers have each had a cell when their parent is killed
-PARENT = """
-import os, signal
-from spbench.bench.cell import Cell
-from spbench.bench.measure.sweep.worker import Crew
-from tests.bench import fakes
-crew = Crew(fakes.answer)
-for _ in range(12):
-    crew.idle(12).give(Cell(model="bert-tiny", strategy="ring_self_attention", batch=2, seq_len=8), crew.run)
-while crew.busy:
-    crew.ended()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+PARENT = data(__file__)["PARENT"]
 
 
 def test_no_file_of_a_worker_is_left_by_a_parent_that_is_killed(tmp_path: Path) -> None:

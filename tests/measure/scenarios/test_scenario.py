@@ -2,6 +2,7 @@
 The order of the mesh in scenario files: in keys, lists of orders, choosing among cells, and mistakes.
 Where cells' tensors are, and which rank is played: by default, as asked for, and what cannot be."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.selector import Selector
 from spbench.bench.yaml_files import packaged
 from tests.bench.fakes import SCENARIO
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.tools.packaged import packaged_scenario
 
 
@@ -151,15 +152,7 @@ def test_single_device_has_no_other_size(tmp_path: Path) -> None:
 
 
 def test_clusters_of_ones_own(tmp_path: Path) -> None:
-    content: dict[str, Any] = yaml.safe_load("""
-about: a test
-device:
-  name: d
-  memory_total_bytes: {value: 10000000, source: made up}
-  memory_context_bytes: {value: 10000000, source: made up}
-  memory_bandwidth_bytes_per_s: {value: 1.0e+12, source: s}
-network: {latency_s: {value: null, source: s}, bandwidth_bytes_per_s: {value: null, source: s}}
-""")
+    content: dict[str, Any] = copy.deepcopy(data(__file__)["OWN_CLUSTER"])
     path = write(tmp_path, yaml.safe_dump(content), "mine.yaml")
     with pytest.raises(UserError, match="leaves nothing of memory_total_bytes"):
         load_cluster(path)

@@ -20,7 +20,7 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.clusters.rates import Host
 from spbench.bench.measure.engines import tracing, virtual
-from spbench.bench.measure.simulator import host_clock
+from spbench.bench.measure.simulator import steps
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import owners
 from spbench.bench.measure.simulator.program import (
@@ -40,7 +40,7 @@ from spbench.bench.measure.simulator.timeline import Timeline, trace_events
 from spbench.bench.measure.simulator.waits import stream_names
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from tests.grid import data, tabled
-from tests.measure.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
+from tests.measure.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, serial_s, timed
 
 GATHER, COPY = 1, 2
 
@@ -394,7 +394,7 @@ def test_the_host_has_no_work_for_what_graphs_launch(graphs: str, host_s: float)
     b.phase("optimizer")
     b.kernel("mm", flops=0)
     figures = host(operator_s=2.0, collective_s=1.0, module_s=6.0)
-    assert host_clock.host_seconds(figures, b.program(), graphs).sum() == host_s
+    assert steps.host_seconds(figures, b.program(), graphs).sum() == host_s
 
 
 def test_each_kind_of_work_takes_its_time_on_the_host() -> None:
@@ -446,7 +446,7 @@ def test_what_is_posted_late_is_the_hosts_fault() -> None:
 
 def test_the_host_is_so_many_launches_ahead_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """40 kernels of 1 s that are launched in no time, then one whose launch takes 8 s."""
-    monkeypatch.setattr(host_clock, "PIECE", 1)
+    monkeypatch.setattr(steps, "PIECE", 1)
     b = kernels(*[1.0] * 40)
     b.host_work += MODULE
     b.kernel("mm", flops=1)
@@ -466,7 +466,7 @@ def test_in_pieces_the_queue_is_longer_by_a_piece_at_most(monkeypatch: pytest.Mo
         return timed([program], [[0]], on).step_time_s
 
     in_pieces = step(200)
-    monkeypatch.setattr(host_clock, "PIECE", 1)
+    monkeypatch.setattr(steps, "PIECE", 1)
     assert step(200 + 128) <= in_pieces <= step(200)
     assert step(200) == 400 + 300 + 1
 
@@ -561,7 +561,7 @@ def test_any_program_as_a_loop_over_its_events_has_it(
 ) -> None:
     on = with_host(cluster(launch=launch), **FIGURES, launches_ahead=ahead)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_clock, "PIECE", 1)
+        patch.setattr(steps, "PIECE", 1)
         found = timed([program], [[0, 1]], on)
     starts, end = event_by_event(program, on)
     assert found.step_time_s == pytest.approx(end, rel=1e-12)
@@ -571,6 +571,6 @@ def test_any_program_as_a_loop_over_its_events_has_it(
     parts = found.breakdown_of(0)
     assert min(parts.values()) >= -1e-9
     assert sum(s for name, s in parts.items() if name != "hidden_communication_s") == pytest.approx(end)
-    assert end <= found.serial_s + 1e-9
+    assert end <= serial_s(found) + 1e-9
     if ahead is None:  # pieces change nothing else
         assert timed([program], [[0, 1]], on).step_time_s == pytest.approx(end, rel=1e-12)

@@ -1,8 +1,12 @@
-"""A user's step calls attention, RMSNorm and dropout as a GPU runs them, also in recomputation."""
+"""A user's step calls attention, RMSNorm and dropout as a GPU runs them, also in recomputation. Each traced
+rank of a user's step has a world of its own.
+"""
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -118,3 +122,30 @@ def test_dropout_keeps_a_byte_per_number():
         return lambda: dropout(x).sum().backward()
 
     assert 2**20 in [each["bytes"] for each in measure_step(train, world_size=1, cluster="dgx-h100").held()]
+
+
+def of_cached_sharding():
+    """A step that takes its mesh from the result of an operator, whose sharding DTensor keeps."""
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    mesh = (distribute_tensor(torch.ones(4), mesh, [Replicate()]) + 1).device_mesh
+    return lambda: distribute_tensor(torch.ones(4), mesh, [Replicate()])
+
+
+def test_a_mesh_is_of_the_ranks_own_world():
+    measured = measure_step(of_cached_sharding, world_size=4, cluster="dgx-h100", ranks=None)
+    assert str(measured.classes) == "ranks 0, 1, 2, 3 of 4 traced; one class"
+
+
+def of_streams():
+    stream: torch.cuda.Stream | None = torch.cuda.Stream()
+    weight = nn.Parameter(torch.ones(4, 4, device="cuda"))
+
+    def step():
+        with torch.cuda.stream(stream):
+            (weight @ weight).sum().backward()
+
+    return step
+
+
+def test_streams_of_a_gpu_can_be_made_and_named():
+    assert measure_step(of_streams, world_size=1, cluster="dgx-h100").measurement.status == "ok"

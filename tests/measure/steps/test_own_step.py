@@ -3,24 +3,21 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import spbench
 from spbench.bench.errors import UserError
-from spbench.bench.measure.steps import traced_step
+from spbench.bench.measure import with_band
+from spbench.bench.measure.engines import own_steps
+from spbench.bench.measure.engines.own_steps import mesh_of
 from spbench.bench.measure.steps.step_file import OwnStep
-from spbench.bench.measure.steps.traced_step import mesh_of
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
+from tests.grid import data
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
-HEAD = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-"""
+HEAD = data(__file__)["HEAD"]
 
 
 def measured(folder: Path, body: str, world_size: int = 4, **further):
@@ -37,30 +34,7 @@ def sent(step) -> dict[tuple[str, str, str], float]:
     }
 
 
-FSDP = """
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False)
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-def train():
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    model = nn.Sequential(*(Block() for _ in range(4))).cuda()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in [*model, model]:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(64, 256, device="cuda")
-    def step():
-        loss = model(x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-    return step
-"""
+FSDP = data(__file__)["FSDP"]
 
 
 def test_an_mlp_under_fully_shard_by_hand(tmp_path):
@@ -95,9 +69,9 @@ def test_the_plain_recorder_sees_the_same(monkeypatch, name):
     """Results that the fast recorder builds itself are those of FakeTensorMode, operator by operator."""
     step = OwnStep.of(f"{EXAMPLES / name}.py:train")
     cell = spbench.Cell(model=step.name, strategy="own_step", sizes={"dp": 2}, cluster="dgx-h100")
-    fast = traced_step.trace_step(step, cell, 1)
+    fast = own_steps.trace_step(step, cell, 1)
     monkeypatch.setattr(FastRecorder, "__torch_dispatch__", Recorder.__torch_dispatch__)
-    assert traced_step.trace_step(step, cell, 1).trace.same(fast.trace)
+    assert own_steps.trace_step(step, cell, 1).trace.same(fast.trace)
 
 
 def test_its_rows_are_kept_and_compared_as_those_of_cells(tmp_path):
@@ -114,6 +88,41 @@ def test_its_rows_are_kept_and_compared_as_those_of_cells(tmp_path):
     judgement = judge(read_results(before), read_results(after, judged=True))
     assert judgement.word == "worse"
     assert "sent_bytes" in {each.quantity for each in judgement.differences}
+
+
+def test_a_scenario_has_cells_of_steps(tmp_path):
+    whole = measured(tmp_path, FSDP)
+    (tmp_path / "my.yaml").write_text(
+        "title: mine\ngroups: [{step: step.py:train, sizes: {dp: [2, 4]}, cluster: dgx-h100}]"
+    )
+    frame = spbench.run(tmp_path / "my.yaml", output=tmp_path / "rows", jobs=0)
+    assert frame["world_size"].tolist() == [2, 4]
+    assert frame["step_time_s"][1] == whole.measurement.step_time_s
+    again = spbench.run(tmp_path / "my.yaml", output=tmp_path / "rows", jobs=0)
+    assert again["elapsed_s"].tolist() == frame["elapsed_s"].tolist()  # kept
+    (tmp_path / "step.py").write_text(HEAD + FSDP.replace("1024", "512"))
+    once = {"world_sizes": [4], "clusters": ["dgx-h100"]}
+    assert spbench.run(f"{tmp_path}/step.py:train", **once, jobs=0)["key"].tolist() == [frame["key"][1]]
+    changed = spbench.run(tmp_path / "my.yaml", output=tmp_path / "rows", jobs=0)
+    assert changed["elapsed_s"][1] != frame["elapsed_s"][1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("batch: 4", r"groups\[0\].batch: a step of your own makes its own model, batch"),
+        ("sizes: {tp: 2}", r"sizes.tp: a step of your own makes"),
+        ("engine: emulated", "engine: the engine emulated runs no steps"),
+        ("step: other.py:train", r"step: .*other.py cannot be read"),
+        ("step: other", "step: other: write FILE.py:FUNCTION"),
+    ],
+)
+def test_what_a_step_does_not_heed_is_refused(tmp_path, settings, said):
+    (tmp_path / "step.py").write_text(HEAD + FSDP)
+    group = f"{{step: step.py:train, {settings}}}" if "step:" not in settings else f"{{{settings}}}"
+    (tmp_path / "my.yaml").write_text(f"title: mine\ngroups: [{group}]")
+    with pytest.raises(UserError, match=said):
+        spbench.load_scenario(tmp_path / "my.yaml")
 
 
 def test_ranks_of_unlike_programs_are_classes(tmp_path):
@@ -160,13 +169,7 @@ def train():
         step.measurement  # noqa: B018
 
 
-STEP = """
-def train():
-    x = torch.randn(8, 8, requires_grad=True)
-    def step():
-        {}
-    return step
-"""
+STEP = data(__file__)["STEP"]
 
 
 @pytest.mark.parametrize(
@@ -188,18 +191,37 @@ def test_the_users_line_is_named(tmp_path, line, said):
     assert said in str(error.value)
 
 
+@torch.compile
+def compiled_before(x):
+    return x @ x.T
+
+
 def test_a_compiled_step_runs_eagerly_and_says_so(tmp_path):
     body = """
+from tests.measure.steps.test_own_step import compiled_before
+
+class Inner(nn.Linear):
+    @torch.compile
+    def forward(self, x):
+        return super().forward(x)
+
 def train():
-    model, x = torch.compile(nn.Linear(64, 64)), torch.randn(8, 64)
+    models, x = nn.Sequential(torch.compile(nn.Linear(64, 64)), Inner(64, 64)), torch.randn(8, 64)
+    models.append(nn.Linear(64, 64))
+    models[2].compile(mode="max-autotune", fullgraph=True)
+    models.register_module("0", torch.compile(models[0], backend="eager", dynamic=False))
     @torch.compile(fullgraph=True)
     def step():
-        model(x).sum().backward()
+        compiled_before(models(x)).sum().backward()
     return step
 """
     with pytest.warns(UserWarning, match="torch.compile has no effect in a trace"):
         step = measured(tmp_path, body)
-    assert step.measurement.flops["forward"] == 4 * 2 * 8 * 64 * 64
+    assert step.measurement.flops["forward"] == 4 * (3 * 2 * 8 * 64 * 64 + 2 * 8 * 8 * 64)
+    banded, eager = with_band(step.row)["measurement"], with_band(measured(tmp_path, FSDP).row)["measurement"]
+    assert banded["band"].startswith("compiled code priced as eager code: no measured step, so the widest")
+    assert "compiled code" in banded["lacks"]
+    assert "compiled code" not in eager["lacks"]
 
 
 def test_what_is_no_step_is_refused(tmp_path):

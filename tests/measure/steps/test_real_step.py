@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from spbench.bench.errors import UserError
-from spbench.bench.measure.steps.measured_step import measured_step, real_step
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.processes.stacks import RankError
+from spbench.bench.measurement import Measurement
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
+
+
+def measured(step: str, engine: str, ranks: int = 2) -> Measurement:
+    cell = {"model": step, "strategy": "own_step", "sizes": {"dp": ranks}, "engine": engine}
+    return run_cell(Cell.model_validate(cell))
 
 
 @pytest.mark.parametrize(
@@ -17,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 )
 def test_real_ranks_measure_what_fake_ranks_do(file: str, apart: float):
     step = f"{EXAMPLES / file}.py:train"
-    real, fake = real_step(step, 2, "local", "cpu").measurement, measured_step(step, 2, "local").measurement
+    real, fake = measured(step, "distributed"), measured(step, "virtual")
     assert real.communication == fake.communication
     assert real.peak_memory_bytes == pytest.approx(fake.peak_memory_bytes, rel=apart, abs=0)
     assert real.peak_phase == fake.peak_phase
@@ -26,5 +33,6 @@ def test_real_ranks_measure_what_fake_ranks_do(file: str, apart: float):
 
 def test_an_error_on_a_real_rank_names_the_line(tmp_path: Path):
     (tmp_path / "step.py").write_text("def train():\n    raise ValueError('no data')\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"step.py:2, raise ValueError\('no data'\)"):
-        real_step(f"{tmp_path / 'step.py'}:train", 1, "local", "cpu")
+    with pytest.raises(RankError) as error:
+        measured(f"{tmp_path / 'step.py'}:train", "distributed", 1)
+    assert "step.py:2, raise ValueError('no data')" in error.value.reason

@@ -4,18 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.grid import data
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 
 #: runs each file's step twice on a single rank; its arguments are the files
-ALL_STEPS = """
-import runpy, sys
-import torch.distributed as dist
-sys.modules["spbench"] = None
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for path in sys.argv[1:]:
-    step = runpy.run_path(path)["train"]()
-    print(path, *(float(step()) for _ in range(2)))
-"""
+ALL_STEPS = data(__file__)["ALL_STEPS"]
 
 
 def test_the_steps_run_without_spbench():

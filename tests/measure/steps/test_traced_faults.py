@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spbench.api import MeasuredStep, measure_step
 from spbench.bench.errors import UserError
-from spbench.bench.measure.steps.measured_step import MeasuredStep, measured_step
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 FAULTS = yaml.safe_load(Path(__file__).with_name("traced_faults.yaml").read_text(encoding="utf-8"))
@@ -16,7 +16,7 @@ FAULTS = yaml.safe_load(Path(__file__).with_name("traced_faults.yaml").read_text
 
 @cache
 def clean(file: str) -> MeasuredStep:
-    return measured_step(f"{EXAMPLES / file}:train", 2, "dgx-h100")
+    return measure_step(f"{EXAMPLES / file}:train", world_size=2, cluster="dgx-h100")
 
 
 def sent(step: MeasuredStep) -> dict[tuple[str, str], int]:
@@ -42,7 +42,7 @@ def test_a_planted_fault_shows_in_a_trace(fault: str, tmp_path: Path):
     assert source.count(planted["old"]) == 1
     (tmp_path / planted["file"]).write_text(source.replace(planted["old"], planted["new"]), encoding="utf-8")
     faulty, right = (
-        measured_step(f"{tmp_path / planted['file']}:train", 2, "dgx-h100"),
+        measure_step(f"{tmp_path / planted['file']}:train", world_size=2, cluster="dgx-h100"),
         clean(planted["file"]),
     )
     if "told" in planted:

@@ -31,12 +31,7 @@ from tests.grid import data
 pytestmark = pytest.mark.usefixtures("kept_traces")
 
 SCENARIO = data(__file__)["SCENARIO"]
-CLAIM = """
-values:
-  - claim: rsa-max-seqlen-base
-    published: {file: rsa_claims.csv}
-    cells: {cell: {strategy: tensor_parallel}}
-"""
+CLAIM = data(__file__)["CLAIM"]
 CLUSTER = """
 extends: piz-daint-p100
 device: {memory_total_bytes: {value: 3_000_000_000, source: made up}}
@@ -209,12 +204,7 @@ def test_code_is_what_a_measurement_may_run(tmp_path: Path) -> None:
     )
 
 
-CODE = '''"""About."""
-class Ring:
-    def steps(self, n: int) -> int:
-        """How many."""
-        return [n, 1]  # with its own
-'''
+CODE = data(__file__)["CODE"]
 
 
 def test_what_the_code_means_makes_the_digest(tmp_path: Path) -> None:

@@ -111,6 +111,12 @@ def test_a_price_is_known_by_table_formula_or_tag(operator: torch._ops.OpOverloa
     assert price_of(operator).known == known
 
 
+def test_torchs_grouped_matmul_is_priced_by_its_rows() -> None:
+    rows, weights, y = (torch.empty(*shape, device="meta") for shape in ((64, 16), (4, 16, 32), (64, 32)))
+    category, _, flops, *_ = price_of(torch.ops.aten._grouped_mm.default).of((rows, weights), {}, y)
+    assert (category, flops) == (MATMUL, 2 * 64 * 16 * 32)
+
+
 def test_rows_on_their_way_take_no_time_of_their_own() -> None:
     free = {name: price_of(getattr(torch.ops.spbench, name).default).free for name in ROWS}
     assert free == {"sent_rows": True, "summed_rows": True, "permute_rows": False}

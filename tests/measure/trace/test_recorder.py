@@ -27,12 +27,12 @@ from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.program import COLLECTIVE, HOST_WORK, WAIT, Program
-from spbench.bench.measure.trace import recorder, repeated_steps
+from spbench.bench.measure.trace import recorder
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, Operation, as_number
 from spbench.bench.measure.trace.operator_results import described, worked_out
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
-from spbench.bench.measure.trace.torch_internals import FakeTensor, FakeTensorMode, fsdp_collectives
+from spbench.bench.measure.trace.torch_internals import FakeTensorMode
 from spbench.impls.collectives import ring
 from spbench.impls.traffic import WIRE_SHARE, Traffic, wire_bytes
 from tests.measure.engines.cells import cell, differences, differing_fields
@@ -187,22 +187,6 @@ def test_no_more_is_remembered_than_there_may_be(most: int, monkeypatch: pytest.
         for size in range(1, 10):
             assert torch.ones(size).exp().neg().shape == (size,)
     assert len(memory) == most
-
-
-def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
-    with repeated_steps.nothing_cut(lambda views: None):
-        ours = fsdp_collectives().torch
-        real, fake = torch.arange(24.0).view(4, 6), FakeTensorMode().from_tensor(torch.empty(4, 6))
-        assert torch.equal(
-            ours.cat(ours.chunk(real, 3, dim=1), dim=0), torch.cat(torch.chunk(real, 3, dim=1), dim=0)
-        )
-        for whole, number, dim in ((fake, 4, 1), (fake.t(), 3, 0)):
-            pieces = ours.chunk(whole, number, dim=dim)
-            assert all(type(piece) is FakeTensor for piece in pieces)
-        made = ours.cat(ours.chunk(fake, 3, dim=1), dim=0)
-        assert type(ours.chunk(fake, 3, dim=1)) is repeated_steps._Uncut
-        assert made.shape == (12, 2)
-    assert fsdp_collectives().torch is torch
 
 
 class Layers(nn.Module):

@@ -7,21 +7,51 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from pandas import DataFrame
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.record_forms import shown_band
 from spbench.bench.measure.sweep.results import flat
 from spbench.bench.measure.trust import bands
-from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Interval
+from spbench.bench.measure.trust.error_model import ErrorModel, Interval
 from spbench.bench.measure.trust.fit_certainty import Evidence, Filled, certainty, packaged_evidence
 from spbench.bench.measurement import filled
 from spbench.bench.setting_values import STAND_INS, STOOD_IN, StandIn
-from spbench.bench.tools.papers.error_fits import StepObservation, coverage, fit, overall
+from spbench.bench.tools.papers import error_fits
+from spbench.bench.tools.papers.error_fits import overall
 
+ANY = ErrorModel.ANY
 SOURCES = [f"s{number}" for number in range(8)]
+
+
+class StepObservation(NamedTuple):
+    """A line of a frame of measured steps."""
+
+    source: str
+    rates: str
+    bound: str
+    strategy: str
+    log_error: float
+    alike: str = ""
+    log_time: float = 0.0
+    machine: str = ""
+    kernel: str = ""
+    unknown: float = 0.0
+
+
+def framed(steps: Sequence[StepObservation]) -> DataFrame:
+    return DataFrame(steps, columns=StepObservation._fields)
+
+
+def fit(steps: Sequence[StepObservation]) -> ErrorModel:
+    return error_fits.fit(framed(steps))
+
+
+def coverage(steps: Sequence[StepObservation], what: error_fits.LeftOut = "source") -> DataFrame:
+    return error_fits.coverage(framed(steps), what)
 
 
 def drawn(
@@ -60,8 +90,8 @@ def test_a_biased_source_widens_the_interval() -> None:
     plain = drawn(1)
     biased = [*plain, *drawn(2, ["far"], mean=1.0, between=0), *drawn(3, ["further"], mean=-1.5, between=0)]
     assert width(fit(biased)) > 1.5 * width(fit(plain))
-    (far,) = [each for each in coverage(biased) if each.source == "far"]
-    assert far.within == 0
+    covered = coverage(biased).set_index("source")
+    assert covered.loc["far", "within"] == 0
 
 
 def test_sources_count_nearly_alike_whatever_number_of_rows_they_have() -> None:
@@ -157,23 +187,23 @@ def test_a_class_of_few_sources_is_no_narrower_than_the_next_worse() -> None:
 
 def test_machines_and_kernels_are_left_out_as_sources_are() -> None:
     """One machine's times are too long, the other's too short: neither's intervals hold the other's."""
-    plain = [replace(o, kernel="k") for o in drawn(1, within=0.01, between=0.01)]
+    plain = [o._replace(kernel="k") for o in drawn(1, within=0.01, between=0.01)]
     rows = [
-        replace(o, machine=machine, log_error=o.log_error + error)
+        o._replace(machine=machine, log_error=o.log_error + error)
         for machine, error in (("a", -0.7), ("b", 0.7))
         for o in plain
     ]
     by_machine = coverage(rows, "machine")
-    assert {each.left_out for each in by_machine} == {"a", "b"}
-    assert sum(each.within for each in by_machine) == 0
-    assert sum(each.within for each in coverage(rows)) > 0.75 * len(rows)
-    assert coverage(rows, "kernel") == []  # there is no other
+    assert {*by_machine["left_out"]} == {"a", "b"}
+    assert by_machine["within"].sum() == 0
+    assert coverage(rows)["within"].sum() > 0.75 * len(rows)
+    assert coverage(rows, "kernel").empty  # there is no other
 
 
 def test_without_a_measured_step_there_is_no_model() -> None:
     with pytest.raises(ValueError, match="no measured step"):
         fit([])
-    assert coverage(drawn(1, ["only"])) == []
+    assert coverage(drawn(1, ["only"])).empty
 
 
 def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
@@ -287,14 +317,14 @@ def test_a_time_that_lacks_a_rate_is_not_the_surer_for_it() -> None:
     both = fit([*drawn(1), *lucky, *links])
     assert width(both, "substituted") == width(both, "substituted", "links") > 2 * 1.39
     # nor where all prices are datasheets'
-    bare = [replace(o, rates="datasheet") for o in (*lucky, *links)]
+    bare = [o._replace(rates="datasheet") for o in (*lucky, *links)]
     assert width(fit(bare), "datasheet") == width(fit(bare), "datasheet", "links") > 1.0
 
 
 def test_an_error_at_the_end_of_an_interval_lies_within() -> None:
     """Simulated times that are exact have an interval without width."""
     covered = coverage(drawn(1, between=0, within=0))
-    assert [each.within for each in covered] == [each.rows for each in covered] == [20] * len(SOURCES)
+    assert [*covered["within"]] == [*covered["rows"]] == [20] * len(SOURCES)
 
 
 CARD = 2**36

@@ -1,11 +1,7 @@
-"""Every registered strategy computes what one device computes.
-Verdicts in a file: what a later run replaces, and what a reader is told of a spoilt one."""
+"""Every registered strategy computes what one device computes."""
 
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.cli import exit_code
-from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify import verdicts
 from spbench.bench.measure.verify.cases import verify_case, verify_cases
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.bert import BertModel
@@ -28,7 +21,6 @@ from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
-from tests.grid import data
 from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
@@ -245,98 +237,3 @@ def test_unknown_names(pool: RankPool) -> None:
     for wrong in ({"strategies": ["ulises"]}, {"models": ["bart"]}, {"dtypes": ["fp8"]}):
         with pytest.raises(KeyError, match="known"):
             next(verify_cases(**wrong, pool=pool))
-
-
-GREEN = verdicts.VerifyRow(
-    strategy="lasp",
-    model="tnl-tiny",
-    part="block",
-    size=2,
-    mesh="sp2",
-    dtype="fp64",
-    batch=3,
-    seq_len=24,
-    status="green",
-    error=1.5e-14,
-    limit=1e-10,
-    tensor="output y",
-    rank=1,
-)
-RED = replace(GREEN, part="model", status="RED", error=0.5, verdict="is 0.5 times the reference")
-MADE = data(__file__)["MADE"]
-
-
-def keep(folder: Path, *rows: verdicts.VerifyRow, **made: str) -> None:
-    with verdicts.kept_verdicts(folder, MADE | made) as found:
-        found += map(asdict, rows)
-
-
-def test_what_is_kept_is_read(tmp_path: Path) -> None:
-    refused = replace(GREEN, size=3, status="unsupported", error=None, rank=None, tensor="", reason="odd")
-    keep(tmp_path, GREEN, RED, refused)
-    found = verdicts.read_verdicts(tmp_path)
-    assert found == [asdict(row) | MADE for row in (GREEN, refused, RED)]
-    lines = (tmp_path / verdicts.VERDICTS_FILE).read_text().splitlines()
-    assert json.loads(lines[0]) == MADE
-    assert all("commit" not in line and "null" not in line for line in lines[1:])
-    assert verdicts.read_verdicts(tmp_path / "elsewhere") == []
-
-
-def test_a_later_verdict_takes_the_place_of_an_earlier_one_on_its_case(tmp_path: Path) -> None:
-    keep(tmp_path, GREEN, RED)
-    keep(tmp_path, replace(RED, status="green", error=1e-15), commit="def")
-    keep(tmp_path, RED, backend="zero1")
-    found = {
-        (row["part"], row["backend"]): (row["status"], row["commit"])
-        for row in verdicts.read_verdicts(tmp_path)
-    }
-    assert found == {
-        ("block", "ddp"): ("green", "abc"),
-        ("model", "ddp"): ("green", "def"),
-        ("model", "zero1"): ("RED", "abc"),
-    }
-
-
-def test_what_was_verified_before_an_error_is_kept(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with verdicts.kept_verdicts(tmp_path, MADE) as found:
-            found.append(asdict(GREEN))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert len(verdicts.read_verdicts(tmp_path)) == 1
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '{"status": "green"}', '{"strategy": "lasp"}'])
-def test_a_spoilt_file_is_refused_and_stays(tmp_path: Path, line: str) -> None:
-    (tmp_path / verdicts.VERDICTS_FILE).write_text(line + "\n")
-    with pytest.raises(UserError, match=rf"{verdicts.VERDICTS_FILE}:1: not a verdict"):
-        keep(tmp_path, GREEN)
-    assert (tmp_path / verdicts.VERDICTS_FILE).read_text() == line + "\n"
-
-
-def test_the_command_keeps_its_verdicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def verify(*arguments: Any, **options: Any) -> Iterator[verdicts.VerifyRow]:
-        options["expect"](2)
-        yield GREEN
-        yield replace(RED, error=float("inf"))
-
-    monkeypatch.setattr("spbench.bench.measure.verify_cases", verify)
-    assert exit_code(["verify", "--backend", "zero1", "--device", "cpu", "--output", str(tmp_path)]) == 1
-    assert str(tmp_path / verdicts.VERDICTS_FILE) in capsys.readouterr().out
-    found = verdicts.read_verdicts(tmp_path)
-    assert [(row["status"], row["error"], row["backend"]) for row in found] == [
-        ("green", 1.5e-14, "zero1"),
-        ("RED", None, "zero1"),
-    ]
-    assert {row["code"] for row in found} == {verdicts.verified_code()}
-    assert all(row["time"] and row["torch"] for row in found)
-
-
-def test_no_committed_verdict_is_red() -> None:
-    found = verdicts.read_verdicts(Path(__file__).parents[3] / "results" / "verification")
-    assert {row["strategy"] for row in found if row["status"] == "green"} >= {"lasp", "dsp", "ulysses"}
-    assert [row for row in found if row["status"] == "RED"] == []

@@ -9,22 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.tools.papers.comparison import Comparison, write
+from tests.grid import data
 
 Rows = list[dict[str, Any]]
 
 SAMPLES = [0.5, 0.25, 0.125, 0.25, 0.25]
 
-CLAIM = Comparison(
-    claim="a ratio",
-    published=2.0,
-    reproduced=2.2,
-    relative_error=0.1,
-    role="predicted",
-    note="",
-    variant="",
-    numerator="a",
-    denominator="b",
-)
+CLAIM = Comparison(**data(__file__)["CLAIM"])
 
 
 def raw(key: str, engine: str = "virtual", status: str = "ok", **entries: Any) -> dict[str, Any]:
@@ -34,38 +25,11 @@ def raw(key: str, engine: str = "virtual", status: str = "ok", **entries: Any) -
 
 def made_up(name: str, status: str = "ok", engine: str = "virtual", **measured: Any) -> dict[str, Any]:
     """A row of a step on two ranks; of a cell that did not run, without numbers."""
-    cell = {
-        "model": "bert-tiny",
-        "strategy": "tensor_parallel",
-        "sizes": {"tp": 2},
-        "batch": 4,
-        "seq_len": 32,
-        "precision": "fp16",
-        "cluster": "piz-daint-p100",
-        "engine": engine,
-        "variant": "",
-    }
-    measurement = {
-        # more binary digits than a Float32 has
-        "peak_memory_bytes": 15_509_396_481,
-        "reserved_memory_bytes": 2**34,
-        "step_time_s": 0.25,
-        "tokens_per_s": 512.0,
-        "communication": [{"phase": "forward", "sent_bytes": 6_383_206_414}],
-        "formula_difference": [],
-    }
-    if engine == "distributed":
-        measurement["step_time_samples_s"] = SAMPLES
-    machine = {"os": "Linux 6.1", "cpu": "A CPU", "cores": 4, "memory_bytes": 2**36, "gpus": ["A GPU"]}
-    versions = {"spbench": "0.1.0", "commit": "0123456789ab", "torch": "2.13.0", "python": "3.11.7"}
-    entries = {
-        "cell": cell,
-        "reason": "" if status == "ok" else f"planted: {status}",
-        "measurement": measurement | measured if status == "ok" else measured,
-        "elapsed_s": 1.5,
-        "time": "2026-01-01T00:00:00+00:00",
-        "provenance": {**versions, "host": "here", "machine": machine},
-    }
+    entries: dict[str, Any] = copy.deepcopy(data(__file__)["made_up"])
+    entries["cell"]["engine"] = engine
+    entries["reason"] = "" if status == "ok" else f"planted: {status}"
+    samples = {"step_time_samples_s": SAMPLES} if engine == "distributed" else {}
+    entries["measurement"] = entries["measurement"] | samples | measured if status == "ok" else measured
     return raw(name, engine, status) | entries
 
 
@@ -126,22 +90,9 @@ Change = Callable[[list[dict[str, Any]]], Any]
 
 
 def row(name: str, **measured: Any) -> dict[str, Any]:
-    sent = [{"phase": "forward", "sent_bytes": 0.1}, {"phase": "backward", "sent_bytes": 0.2}]
-    sent += [{"phase": "gradient_sync", "sent_bytes": 0.3}]
-    measurement = {
-        "peak_memory_bytes": 1000,
-        "reserved_memory_bytes": 2000,
-        "step_time_s": 2.0,
-        "answer": 64,
-        "communication": sent,
-        "formula_difference": [],
-    }
-    made_by: dict[str, Any] = {
-        "time": "2026-01-01T00:00:00+00:00",
-        "provenance": {"host": "here", "commit": "a"},
-    }
-    engine = "distributed" if "gloo" in name else "virtual"
-    return raw(name, engine, measurement=measurement | measured, elapsed_s=1.5, **made_by)
+    entries: dict[str, Any] = copy.deepcopy(data(__file__)["row"])
+    entries["measurement"] |= measured
+    return raw(name, "distributed" if "gloo" in name else "virtual", **entries)
 
 
 ROWS = [row("a"), row("b"), row("c/gloo")]
@@ -149,16 +100,7 @@ ROWS = [row("a"), row("b"), row("c/gloo")]
 
 ENTRY = replace(CLAIM, claim="ratio", variant="v")
 
-TABLE = replace(
-    ENTRY,
-    claim="table",
-    denominator="",
-    published=None,
-    reproduced=None,
-    relative_error=None,
-    status_published="oom",
-    status_reproduced="oom",
-)
+TABLE = replace(ENTRY, **data(__file__)["TABLE"])
 
 
 def judged_folder(path: Path, rows: Rows, *entries: Comparison) -> Path:

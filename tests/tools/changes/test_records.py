@@ -1,21 +1,26 @@
-"""Records: which commit and machine results are of, what is refused, and files that are no records."""
+"""Records: which commit and machine results are of, what is refused, and files that are no records.
+github-action-benchmark and PyTorch HUD: what they take, and our values.
+"""
 
 import json
 import re
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.metrics import readings
 from spbench.bench.tools.changes.record_command import add_record, content_of, read_record, record_of, utc
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.tools.changes.records import MACHINE, OTHER, cell, commit, record
 from tests.tools.changes.rows import commit_all, folder, git, raw
+from tests.tools.commands.conftest import Run
 
 FACTS = {name: value for name, value in MACHINE.items() if name != "host"}
 
@@ -238,3 +243,22 @@ def test_a_history_without_a_record_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*folder.jsonl: Is a directory"):
         read_history(tmp_path)
+
+
+SCHEMAS = data(Path(__file__).with_name("schemas.yaml"))
+
+
+def test_both_take_what_is_exported(results: Path, tmp_path: Path, command_line: Run) -> None:
+    """Of HUD also that a Float32, which it keeps, holds the MiB."""
+    words = ("export", str(results), "--output", str(tmp_path / "o"), "--to")
+    assert command_line(*words, "github-action")[0] == 0
+    for path in (tmp_path / "o").iterdir():
+        jsonschema.validate(json.loads(path.read_text()), SCHEMAS["github-action"])
+    records = json.loads(command_line("export", str(results), "--to", "hud")[1])
+    jsonschema.validate(records, SCHEMAS["hud"])
+    peaks = [record["metric"] for record in records if record["metric"]["name"] == "peak_memory_mib"]
+    assert len(peaks) == 4
+    for peak in peaks:
+        (kept,) = struct.unpack("f", struct.pack("f", *peak["benchmark_values"]))
+        exact = int(peak["extra_info"]["exact_value"])
+        assert abs(kept * 2**20 - exact) <= 2**-24 * exact

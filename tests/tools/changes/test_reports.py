@@ -15,7 +15,7 @@ from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.row import finite
-from spbench.bench.tools.changes.to_pull_requests import LIMIT, MARK
+from spbench.bench.tools.changes.to_reviews import LIMIT, MARK
 from tests.tools.changes.conftest import Judge
 from tests.tools.changes.rows import BASE, commit_all, folder, made_up, one_byte_more, planted
 from tests.tools.commands.conftest import Run

@@ -65,8 +65,8 @@ def test_what_is_hidden_is_never_simpler_than_a_tie_that_is_shown() -> None:
     assert answer.winner is SIMPLE
     assert len(answer.ranked) == NAMED
     shown = max(complexity(each.cell) for each in answer.ranked)
-    assert all(complexity(each.cell) >= shown for each in answer.hidden_ties())
-    assert len(answer.hidden_ties()) == len(mixes) + 1 - NAMED
+    assert all(complexity(each.cell) >= shown for each in answer.ties[NAMED:])
+    assert len(answer.ties[NAMED:]) == len(mixes) + 1 - NAMED
 
 
 def test_what_is_simpler_than_the_first_is_told_with_its_price() -> None:
@@ -130,6 +130,8 @@ def test_a_winner_alone() -> None:
     alone = replace(answer.question, only=("ulysses+ring_attention", "zero3"))
     assert replace(answer, question=alone).why() == "no other strategy was asked about"
     assert advice().why() == ""
+    assert report([advice()]).sections == [f"{advice().text('question')}: nothing fits"]
+    assert (advice().point()["strategy"], advice().point()["tie"]) == ("", False)
     assert advice().winner is None
     assert advice().records() == []
 

@@ -15,7 +15,7 @@ from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.tools.choose import anatomy as module
 from spbench.bench.tools.choose.anatomy import ANATOMY, Part, anatomy, attempt, examine, fullest, least_usable
-from spbench.bench.tools.choose.fit_verdict import Verdict, ranks_text
+from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict, ranks_text
 from spbench.bench.tools.choose.fitting import snapshot
 from spbench.bench.units import card_gib
 from tests.measure.engines.cells import write_cluster
@@ -118,7 +118,7 @@ def test_a_setup_that_alone_does_not_fit_is_said(statuses: tuple[str, ...], word
     }
     cell = Cell(model="gpt3-tiny", strategy="single", batch=1, seq_len=8)
     verdict = Verdict(cell, measured)
-    first, second = str(verdict), verdict.peak_line()
+    first, second = str(verdict), TABLES.text("peak", verdict, program="")
     assert first == "fits: no, 0.5 GiB are missing (needs 1.00 of 0.5 GiB)"
     assert second.startswith(f"{words}on the fullest, rank 0 (")
 

@@ -1,5 +1,7 @@
-"""Tasks of workers: their outcomes are kept on disk by cell, function and arguments. Stages of pipelines that
-are traced beside each other: the answer is that of one worker, and no stage is traced twice."""
+"""Tasks of workers: their outcomes are kept on disk by cell, function and arguments. Stages of pipelines
+that are traced beside each other: the answer is that of one worker, and no stage is traced twice. What
+`spbench fit` takes for granted of a model.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -9,17 +11,29 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, Sizes
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.choose import asking, fitting
 from spbench.bench.tools.choose.anatomy import examine, trace_stage
+from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import COST, Asking, Task
+from spbench.bench.tools.choose.fit_verdict import in_program_words, part_of_experts
 from spbench.bench.tools.choose.fitting import stages_beside
+from spbench.bench.tools.choose.subject import (
+    experts_line,
+    model_line,
+    slow_words,
+    subject,
+    taken_line,
+    tokens_of_rank,
+)
 from tests.bench.hosts import CrewHere
+from tests.grid import data, tabled
 from tests.measure.engines.cells import write_cluster
+from tests.tools.jobs.job_inputs import INPUTS
 
 CELL = Cell(model="causal-transformer-tiny", strategy="single", batch=2, seq_len=64)
 ran: list[int] = []
@@ -88,16 +102,7 @@ def test_an_executor_takes_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 #: of four layers, a stage each
-STAGED = Cell(
-    model="causal-transformer-tiny",
-    model_options={"layers": 4},
-    strategy="single",
-    sizes={"pp": 4},
-    batch=8,
-    seq_len=64,
-    precision="bf16",
-    training={"backend": "ddp", "micro_batches": 8, "steps": 2, "moments": "later"},
-)
+STAGED = Cell.model_validate(data(__file__)["STAGED"])
 
 
 @pytest.fixture
@@ -124,6 +129,7 @@ def stages(tasks: Sequence[Task]) -> list[int]:
     return [each.keywords["stage"] for each in partials]
 
 
+@pytest.mark.slow
 def test_a_stage_that_another_worker_has_traced_is_not_traced_again(
     tmp_path: Path, traced: list[int]
 ) -> None:
@@ -149,3 +155,84 @@ def test_where_there_is_nothing_to_gain_none_is_traced_beside(monkeypatch: pytes
     assert stages(stages_beside([deep], 2)) == [7, 1]
     monkeypatch.setattr(fitting, "cache_folder", lambda: None)
     assert stages_beside([STAGED], 2) == []
+
+
+OPTION = "strategy_options.placement"
+
+
+def asked(strategy: str, axis: str, **settings: object) -> Asked:
+    of_model = {f"sizes.{axis}": 2, "seq_len": 1024, **settings}
+    return Asked(cluster="dgx-a100", gpus=2, strategy=strategy, settings=of_model)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "settings", "placement"),
+    [
+        ("causal-transformer-tiny", "ring_attention", {}, "zigzag"),
+        ("causal-transformer-tiny", "all_gather_kv", {}, "zigzag"),
+        ("causal-transformer-tiny", "ring_attention", {OPTION: "contiguous"}, "contiguous"),
+        ("causal-transformer-tiny", "ring_attention", {"seq_len": 1026}, None),  # not divisible by 2 x 2
+        ("causal-transformer-tiny", "ring_attention", {"model_options.window": 64}, "zigzag"),
+        ("causal-transformer-tiny", "ulysses", {}, None),
+        ("mistral-7b-v0.1", "ring_attention", {"seq_len": 8192}, None),  # a halo, of contiguous chunks
+        ("tnl-tiny", "ring_attention", {}, None),  # linear attention has contiguous chunks alone
+        ("st-dit-tiny", "ring_attention", {"seq_len": 72}, None),  # no causal mask
+    ],
+)  # fmt: skip
+def test_text_is_placed_as_programs_do(
+    model: str, strategy: str, settings: dict[str, object], placement: str | None
+) -> None:
+    found = subject([model], asked(strategy, "sp", **settings))
+    (cell,) = found.cells
+    assert cell.strategy_options.get("placement") == placement
+    if placement == "zigzag" and OPTION not in settings:
+        assert f"placement zigzag (--set {OPTION})" in taken_line(cell, found.said)
+
+
+@tabled(__file__, "tokens_of_a_rank_show_what_an_axis_divides")
+def test_tokens_of_a_rank_show_what_an_axis_divides(
+    strategy: str, axis: str, batch: int, tokens: int
+) -> None:
+    (cell,) = subject(["causal-transformer-tiny"], asked(strategy, axis, batch=batch)).cells
+    assert tokens_of_rank(cell) == tokens
+
+
+@pytest.mark.parametrize(("name", "said"), [("llama_factory_v1.yaml", True), ("verl.sh", False)])
+def test_a_micro_batch_that_the_job_has_is_not_taken(name: str, said: bool) -> None:
+    """verl fills rows up to a number of tokens, so that its micro-batch is unknown."""
+    found = subject([str(INPUTS / name)], Asked(cluster="dgx-h100", gpus=8))
+    assert ("training.micro_batches" in found.said) is said
+    assert (
+        "taken where nothing was said: micro-batch 1" in taken_line(found.cells[0], found.said)
+    ) is not said
+
+
+def test_experts_have_a_line() -> None:
+    settings = {"seq_len": 1024, "sizes.ep": 8}
+    (cell,) = subject(["Qwen/Qwen3-30B-A3B"], Asked("dgx-h100", 16, None, settings)).cells
+    assert experts_line(cell) == ("routed experts: 95% of parameters; 16 of 128 in each layer are on a rank")
+    assert (
+        model_line(cell, "run.sh")
+        == "the model run.sh: 30.5 billion parameters, 3.35 billion of them active, 48 layers"
+    )
+    assert slow_words(cell) == ""
+    assert "; 6,144 experts of their own" in slow_words(cell.model_copy(update={"sizes": Sizes(dp=16)}))
+    (dense,) = subject(["llama3-8b"], Asked("dgx-h100", 16, None, {"seq_len": 1024})).cells
+    assert experts_line(dense) == ""
+
+
+@pytest.mark.parametrize("program", ["", "megatron", "torchtitan", "deepspeed"])
+def test_modules_have_the_words_of_the_program(program: str) -> None:
+    root, mlp = (in_program_words(each, program) for each in ("FSDPDecoder", "blocks.*.mlp"))
+    assert (root, mlp) == {
+        "": ("the head and the loss", "blocks.*.mlp"),
+        "megatron": ("output_layer and the loss", "decoder.layers.*.mlp"),
+        "torchtitan": ("output and the loss", "layers.*.feed_forward"),
+        "deepspeed": ("lm_head and the loss", "model.layers.*.mlp"),
+    }[program]
+
+
+@tabled(__file__, "parts_of_experts_are_named")
+def test_parts_of_experts_are_named(kind: str, module: str, part: str) -> None:
+    assert part_of_experts(kind, module, experts=True) == part
+    assert part_of_experts(kind, module, experts=False) == ""

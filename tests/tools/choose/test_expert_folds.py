@@ -1,7 +1,6 @@
 """Layouts of models with experts: how these are shared out, what it costs, and few layers for all."""
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,10 +26,10 @@ from spbench.bench.tools.choose.layouts import (
     of_one_axis,
     ways,
 )
-from spbench.bench.tools.choose.look import look
+from spbench.bench.tools.choose.look import Depth, look
 from spbench.bench.tools.choose.possible import why_impossible
 from spbench.bench.tools.choose.question import Question, question
-from spbench.bench.tools.choose.ranking import Seen
+from spbench.bench.tools.choose.ranking import SearchResult, Seen
 from spbench.bench.tools.choose.references import BackendFigures, Depths, Reference
 from spbench.bench.tools.choose.suggestions import single_changes
 from spbench.impls.backends.optimizer import PRECISIONS
@@ -206,6 +205,7 @@ def deep(layers: int, dense: int) -> Cell:
     )
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_put_together_behind_its_dense_layers(kept_traces: None) -> None:
     cell = deep(24, 2)
     assert leading_runs(cell) == 2
@@ -223,14 +223,29 @@ def test_few_layers_count_one_dense_layer_at_most(kept_traces: None) -> None:
     assert few.step_time_s == pytest.approx(exact.step_time_s, rel=0.1)
 
 
+def traced(sizes: Sizes, step_s: float, depth: Depth = "all_layers", fits: bool = True) -> Seen:
+    measurement = questions.measured(step_s, usable=2**31 if fits else 1, parts={"matmul_s": step_s})
+    return Seen(deep(2, 0).model_copy(update={"sizes": sizes}), measurement, depth=depth)
+
+
 def test_the_folding_of_the_fastest_layout_is_said() -> None:
-    for sizes, said in ((Sizes(sp=4, ep=4), True), (Sizes(dp=4, ep=4), False)):
-        best = SimpleNamespace(
-            cell=deep(2, 0).model_copy(update={"sizes": sizes}), fits=True, exact=True, step_s=1.0
-        )
-        found = Advice.folding(SimpleNamespace(result=SimpleNamespace(best=[best], traced=[best])))  # type: ignore[arg-type]
-        assert bool(found) == said
-        assert not said or found.endswith("over ranks of several axes; none without it that was traced fits")
+    """It is compared with the fastest without it that fits and was traced whole."""
+    folded, plain = Sizes(sp=4, ep=4), Sizes(dp=4, ep=4)
+    slower = [traced(plain, 0.5, fits=False), traced(plain, 0.9, "few_layers"), traced(plain, 2.0)]
+    for best, others, said in (
+        (traced(folded, 1.0), [], "; none without it that was traced fits"),
+        (traced(folded, 1.0), slower[:2], "; none without it that was traced fits"),
+        (
+            traced(folded, 1.0),
+            [*slower, traced(plain, 1.5), traced(folded, 1.2)],
+            "; without it single dp4·ep4 takes +50%: matmul 1.5 s against 1",
+        ),
+        (traced(plain, 1.0), [traced(folded, 1.5)], ""),
+    ):
+        answer = Advice(asked(4), SearchResult(best=[best], traced=[*others, best]))
+        text = answer.text("folding")
+        assert text.endswith(said)
+        assert ("folding: the fastest layout, single sp4·ep4, has its experts over" in text) == bool(said)
 
 
 @pytest.mark.parametrize(("stages", "dense"), [([7, 6], 1), slow([6, 5], 0), slow([6, 7], 1)])

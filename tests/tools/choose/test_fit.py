@@ -30,9 +30,10 @@ from spbench.bench.tools.choose import fitting as module
 from spbench.bench.tools.choose import suggestions
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_command import command
-from spbench.bench.tools.choose.fit_report import _closest, flags_of
+from spbench.bench.tools.choose.fit_report import _help, flags_of
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.fitting import Fitting
+from spbench.bench.tools.choose.proofs import Proofs
 from spbench.bench.tools.choose.subject import Subject, subject
 from spbench.bench.tools.choose.suggestions import Change, single_changes
 from tests.grid import data, tabled
@@ -198,7 +199,8 @@ def test_a_price_in_time_has_the_digits_that_tell(ratio: float | None, shown: st
     measured = {"peak_memory_bytes": 2**30, "usable_memory_bytes": 2**29, "by_class": [], "status": "oom"}
     before = Verdict(cell, {**measured, "step_time_s": 1.0})
     near = Verdict(cell, {**measured, "step_time_s": ratio}, Change({"batch": 2}, ""))
-    said = _closest(Fitting(Subject([cell]), [before]), near)
+    said, _ = _help(Fitting(Subject([cell]), [before], proofs=Proofs([], 1, near)))
+    assert isinstance(said, str)
     assert said.startswith("the closest change, --set batch=2, needs 1.00 GiB")
     assert (f" and {shown} of the step's time" in said) == (shown is not None)
 

@@ -20,17 +20,13 @@ from spbench.bench.tools.choose.question import Question, question
 from spbench.bench.tools.choose.ranking import SearchResult, Seen
 from tests.bench.hostile import case
 from tests.bench.hosts import CrewHere
+from tests.grid import data
 from tests.slow import slow
 from tests.tools.choose.questions import measured
 from tests.tools.commands.conftest import Run
 
 #: a script of Megatron-LM, all of whose sizes are small
-SCRIPT = """torchrun --nproc_per_node 2 pretrain_gpt.py --use-mcore-models --num-layers 2 --hidden-size 64 \\
-  --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 128 --max-position-embeddings 128 --bf16 \\
-  --micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size {tp} --vocab-size 512 \\
-  --tokenizer-type NullTokenizer --use-distributed-optimizer --mock-data --lr 1e-4 --train-iters 2 \\
-  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {more}
-"""
+SCRIPT = data(__file__)["SCRIPT"]
 
 
 def job(folder: Path, tp: int = 2, more: str = "") -> str:
@@ -139,7 +135,7 @@ def test_what_does_not_fit_is_led_to_the_tie_that_differs_least(tmp_path: Path) 
     faster, near = seen(about, 2.0, **replicas, training=fewer), seen(about, 2.01, training=more)
     of_job = answer(about, own, faster, near)
     assert [*own_in_words(of_job)][1] == "to tensor_parallel tp2 by Megatron-LM: --micro-batch-size 1"
-    assert "a model of 2 layers of width 64" in of_job.in_words()
+    assert "a model of 2 layers of width 64" in of_job.text("question")
     slower = answer(about, own, faster, seen(about, 9.0, training=more))
     assert [*own_in_words(slower)][1].startswith("to single dp2 by Megatron-LM: ")
 
@@ -154,12 +150,12 @@ def test_a_layout_that_fills_its_card_is_said_to(tmp_path: Path) -> None:
     roomy = seen(about, 2.01, training=own.cell.training.model_copy(update={"micro_batches": 8}))
     both = answer(about, own, full, roomy)
     head = "single dp2 leaves 0.1 GiB, less than 5% of a card; tensor_parallel tp2 takes +0% and leaves "
-    assert both.fullness() == f"{head}1.0"
+    assert both.text("fullness") == f"{head}1.0"
     assert [*own_in_words(both)][1].startswith("to tensor_parallel tp2 (-33%) by Megatron-LM: ")
-    assert answer(about, own, full).fullness().endswith("less than 5% of a card")
+    assert answer(about, own, full).text("fullness").endswith("less than 5% of a card")
     as_full = seen(about, 2.01, peak_memory_bytes=int(2**31 * 0.97))
-    assert answer(about, own, full, as_full).fullness().endswith("every tie that was traced whole")
-    assert answer(about, own, roomy).fullness() == ""
+    assert answer(about, own, full, as_full).text("fullness").endswith("every tie that was traced whole")
+    assert answer(about, own, roomy).text("fullness") == ""
 
 
 def test_where_no_arguments_are_known_the_settings_are_named(tmp_path: Path) -> None:
@@ -188,6 +184,7 @@ def test_a_job_that_does_not_fit_says_so_and_is_no_tie(tmp_path: Path) -> None:
     assert own_content(Advice(replace(about, own=None), SearchResult())) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_savings", "kept_traces")
 def test_a_search_looks_at_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "Crew", CrewHere)

@@ -9,11 +9,7 @@ from tests.grid import data
 from tests.tools.commands.conftest import Run
 
 TABLE = data(__file__)["TABLE"]
-PUBLISHED = """ranks,how,memory_mb,length,status
-2,tensor_parallel,1000,2200,ok
-4,ring_self_attention,,,oom
-8,ring_self_attention,2048,8000,ok
-"""
+PUBLISHED = data(__file__)["PUBLISHED"]
 LOOKED_AT = data(__file__)["LOOKED_AT"]
 SMALL = SCENARIO + LOOKED_AT + TABLE
 

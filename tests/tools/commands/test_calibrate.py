@@ -22,16 +22,12 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.tools.calibrate import operator_times
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RateSweep
+from tests.grid import data
 from tests.tools.calibrate.test_logs import SAMPLES
 from tests.tools.commands.conftest import Run
 
 TINY = ("--message-bytes", "64,4096", "--sides", "8,16", "--lengths", "16")
-SCENARIO = """
-title: A step on this machine
-defaults: {cluster: local, model: bert-tiny, batch: 2, seq_len: 16, strategy: ring_self_attention}
-groups:
-  - {sizes: {sp: 2}}
-"""
+SCENARIO = data(__file__)["SCENARIO"]
 
 
 Work = Callable[[DeviceMesh, Cell], Any]

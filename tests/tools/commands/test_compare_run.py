@@ -16,44 +16,11 @@ from typing import Any
 import pytest
 
 from spbench.bench.command_line.cli import exit_code
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.tools.changes.rows import git
 
 #: reads the turns that were taken before it from a file, so that times are in order without waiting
-STAND_IN = """
-import json, os, subprocess, sys, time
-from pathlib import Path
-
-SECONDS, BYTES, STATUS, SCENARIOS = 1.0, 100, "ok", ("small",)
-
-arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
-root = Path(__file__).parents[1]
-turns = Path(os.environ["TURNS"])
-with turns.open("a") as stream:
-    stream.write(json.dumps([SECONDS, arguments]) + "\\n")
-if arguments["--scenario"] not in SCENARIOS:
-    print("spbench: no scenario file " + arguments["--scenario"], file=sys.stderr)
-    sys.exit(2)
-if "broken" in os.environ.get("STAND_IN", ""):
-    raise RuntimeError("broken")
-if "slow" in os.environ.get("STAND_IN", ""):
-    time.sleep(60)
-commit = subprocess.run(["git", "-C", root, "describe", "--always", "--abbrev=12", "--exclude=*"],
-                        capture_output=True, text=True).stdout.strip()
-number = len(turns.read_text().splitlines())
-noise = [1 + 0.001 * (number * 7 % 5) + 0.0001 * i for i in range(5)]
-def row(engine, measurement, status="ok"):
-    return {"key": engine, "cell": {"engine": engine}, "status": status, "reason": "",
-            "measurement": measurement, "time": f"{number:04d}",
-            "provenance": {"host": "here", "commit": commit}}
-rows = [row("virtual", {"peak_memory_bytes": BYTES}, STATUS)]
-if "exact" not in os.environ.get("STAND_IN", ""):
-    samples = [SECONDS * x for x in noise]
-    rows.append(row("distributed", {"step_time_s": samples[2], "step_time_samples_s": samples}))
-out = Path(arguments["--output"])
-out.mkdir(parents=True)
-(out / "cells.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-"""
+STAND_IN = data(__file__)["STAND_IN"]
 
 
 class Project:
@@ -173,18 +140,7 @@ def test_an_interrupt_leaves_nothing(
 
 
 #: an installed spbench, whose numbers are those that a file of the project says
-INSTALLED = """
-import json, subprocess, sys
-from pathlib import Path
-
-arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
-said = subprocess.run(["git", "describe", "--always", "--abbrev=12"], capture_output=True, text=True)
-row = {"key": "a", "cell": {"engine": "virtual"}, "status": "ok", "reason": "",
-       "measurement": {"peak_memory_bytes": int(Path(arguments["--scenario"]).read_text())},
-       "provenance": {"commit": "0" * 12, "project_commit": said.stdout.strip()}}
-Path(arguments["--output"]).mkdir()
-Path(arguments["--output"], "cells.jsonl").write_text(json.dumps(row) + "\\n")
-"""
+INSTALLED = data(__file__)["INSTALLED"]
 
 
 @pytest.fixture

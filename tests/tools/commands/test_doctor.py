@@ -50,11 +50,17 @@ def test_what_is_needed_decides_on_the_exit_code(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, _ = command_line("doctor", "--check", "python,disk")
-    assert (code, out.splitlines()[-1]) == (0, "nothing that is needed is missing")
+    assert (code, out.splitlines()[-1]) == (
+        0,
+        "nothing that is needed is missing; next: spbench run --scenario max_seqlen",
+    )
     assert [line.split("|")[1:3] for line in out.splitlines() if "| Python " in line]
     Path("results").touch()
     code, out, _ = command_line("doctor", "--check", "disk")
-    assert (code, out.splitlines()[-1]) == (1, "needed and not working: disk of results")
+    assert (code, out.splitlines()[-1]) == (
+        1,
+        "needed and not working: disk of results; next: mend these, and run spbench doctor again",
+    )
 
 
 @pytest.mark.slow

@@ -102,11 +102,7 @@ def test_a_long_answer_is_cut_and_each_of_its_parts_can_be_asked_for() -> None:
 
 
 #: in the place of Python: prints what it was given, and how many of it run at once
-_PROGRAM = """#!/bin/sh
-mkdir $$.running; sleep 0.3
-echo "{\\"data\\": \\"$SPBENCH_ONLY_DATA\\", \\"words\\": \\"$*\\", \\"runs\\": $(ls -d *.running | wc -l)}"
-rmdir $$.running
-"""
+_PROGRAM = data(__file__)["_PROGRAM"]
 
 
 def test_calls_run_few_at_a_time_for_a_limited_time_and_no_code_of_files(

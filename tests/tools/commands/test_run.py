@@ -30,6 +30,7 @@ from spbench.bench.measurement import Measurement, Outcome, Status
 from spbench.bench.row import Row
 from tests.bench import fakes
 from tests.bench.fakes import SCENARIO
+from tests.grid import data
 from tests.measure.sweep.test_digest import sweep_here
 from tests.tools.commands.conftest import Run
 
@@ -222,14 +223,7 @@ def test_full_disk(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 of them kept from before; running 3" in spbench(*RUN)[2]
 
 
-FIGURE = """
-from pathlib import Path
-
-def draw(rows, comparison, output):
-    assert [row["status"] for row in rows] == ["ok"] * 5
-    assert comparison.relative_error.notna().all()
-    return [output / "a_figure.png"]
-"""
+FIGURE = data(__file__)["FIGURE"]
 
 
 FAILING = [

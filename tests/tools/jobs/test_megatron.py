@@ -117,8 +117,9 @@ def test_what_a_job_cannot_be_is_told_in_a_line(arguments: str, problem: str) ->
 def test_sequences_are_cut_into_two_chunks_a_rank() -> None:
     made = job("--context-parallel-size 8 --cp-comm-type a2a", sizes=SIZES.replace("128", "136"))
     assert made.refusal() == "--seq-length 136 is no multiple of 2 x --context-parallel-size 8"
-    dropout = job("--context-parallel-size 2").refusal()
-    assert dropout.startswith("--attention-dropout (by default): dropout of attention over parts")
+    of_parts = job("--context-parallel-size 2")
+    assert of_parts.refusal() == ""
+    assert {s.path: s.value for s in of_parts.settings}["model_options.attention_dropout"] == 0.0
     long = job("", sizes=SIZES.replace("128", "65536"))
     assert any(
         "a mask of 8.00 GiB" in remark and "--no-create-attention" in remark for remark in long.remarks

@@ -12,7 +12,7 @@ from spbench.bench import measure
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
-from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence, packaged_evidence
+from spbench.bench.measure.trust.fit_certainty import Evidence, packaged_evidence
 from spbench.bench.tools.papers import document, past_errors, reproductions
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import frame_of, read_comparisons, read_csv, read_records
@@ -98,14 +98,14 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     )
     output = reproductions.fit_bands(Reproduction("bands", Path("results", "reproduction")))
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
-    assert Evidence(**json.loads(written[CERTAINTY_FILE])) == packaged_evidence()
+    assert Evidence(**json.loads(written[Evidence.FILE])) == packaged_evidence()
     assert output.content["model"] == packaged_model().as_dict()
     assert markdown(output.records) in document.TIMES_PAGE.read_text()
     files = [document.DETAILS_FOLDER / f"{name}.csv" for name in (*papers(), *past_errors.WITHOUT_RATES)]
     times = past_errors.counted_times(filter(Path.exists, files))
     factors = np.exp(past_errors.log_errors(times))
     half, twice = np.median(abs(factors - 1)), (abs(np.log2(factors)) >= 1).sum()
-    said = f"Half of {len(factors):,} published steps are predicted within {half:.1%}. For {twice} of them"
+    said = f"Half of {len(factors):,} published steps are predicted within {half:.1%}. For {twice} of these"
     lines = past_errors.class_lines(times)
     for part in (said, markdown(lines)):
         assert part in document.TRUST_PAGE.read_text()
@@ -124,11 +124,11 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
 
 def test_pages_say_how_near_times_tie_and_how_often_their_order_is_right() -> None:
     trust, advice = (" ".join((ROOT / f"docs/{page}.md").read_text().split()) for page in ("trust", "advice"))
-    orders = packaged_model().of_orders[measure.ANY]
+    orders = packaged_model().of_orders[measure.ErrorModel.ANY]
     numbers = [each.pairs for each in orders]
     assert f"Each column has {min(numbers)} to {max(numbers)} pairs" in trust
-    edges = [f"to {edge:.0%}" for edge in measure.EDGES[2:-1]]
-    assert f"differ by | below {measure.EDGES[1]:.0%} | {' | '.join(edges)} | more |" in trust
+    edges = [f"to {edge:.0%}" for edge in measure.ErrorModel.EDGES[2:-1]]
+    assert f"differ by | below {measure.ErrorModel.EDGES[1]:.0%} | {' | '.join(edges)} | more |" in trust
     assert f"| right order | {' | '.join(f'{each.right / each.pairs:.0%}' for each in orders)} |" in trust
     limits = {rates: packaged_model().tie(rates) - 1 for rates in packaged_model().of_ties}
     missing, narrower = limits.pop("substituted"), limits.values()

@@ -21,11 +21,7 @@ from spbench.bench.yaml_files import packaged
 from tests.grid import data, tabled
 from tests.tools.packaged import packaged_scenario
 
-PUBLISHED = """ranks,memory,speed,longest
-1,2,100,512
-2,3,150,1024
-4,4,200,2048
-"""
+PUBLISHED = data(__file__)["PUBLISHED"]
 SCENARIO: dict[str, Any] = data(__file__)["SCENARIO"]
 
 
@@ -183,11 +179,7 @@ def test_what_packaged_clusters_were_inferred_from_is_there() -> None:
 GIB = 2**30
 
 #: two runs of one cell in two containers, and one on another machine; bytes, a JSON object by rank, seconds
-PUBLISHED_OF_RANKS = """case,golden,peak_first,peak_last,by_rank,iter_s
-tp2_pp2,dev_a100,1073741824,2147483648,"{""0"": 1024, ""3"": 2048.0}",0.5
-tp2_pp2,lts_a100,1181116006,2147483648,,0.6
-tp4_pp1,dev_a100,,4294967296,,
-"""
+PUBLISHED_OF_RANKS = data(__file__)["PUBLISHED_OF_RANKS"]
 CONTENT: dict[str, Any] = data(__file__)["CONTENT"]
 
 

@@ -224,5 +224,5 @@ def test_a_strategy_that_comes_by_plug_in_has_a_page(tab: Visit, small_results: 
     text = tab.tab.locator("main").inner_text()
     assert "Sequence chunks of which every rank gathers the keys and values" in text
     assert "No layer of this strategy is traced" in text
-    assert "This strategy is not compared with the others" in text
+    assert "This strategy is not compared with other strategies" in text
     assert tab.complaints == []

@@ -29,7 +29,7 @@ from spbench.bench.tools.report.pages.strategies_page import (
     scenario_lines,
     verdict_lines,
 )
-from tests.measure.verify.test_cases import GREEN, MADE, RED
+from tests.tools.commands.test_list import GREEN, MADE, RED
 
 LASP = Cell(
     model="tnl-tiny",
@@ -230,8 +230,8 @@ def test_what_is_not_there_is_one_line(tmp_path: Path, content: bytes | None) ->
         (tmp_path / "reproduction/strategies/layers/lasp.json.gz").write_bytes(content)
     page = page_of(tmp_path)
     assert "No layer of this strategy is traced" in page
-    assert "This strategy is not compared with the others" in page
-    assert "None of the results uses it" in page
+    assert "This strategy is not compared with other strategies" in page
+    assert "No result uses this strategy" in page
 
 
 def test_another_rank_that_differs_has_a_line() -> None:

@@ -227,7 +227,7 @@ def _verdict_line(key: tuple[str, ...], group: Sequence[Verdict]) -> Line:
     names = ("strategy", "model", "part", "precision", "backend")
     return {
         **dict(zip(names, key, strict=True)),
-        "ranks": ", ".join(map(str, sorted({verdict["size"] for verdict in judged}))),
+        "most ranks": max((verdict["size"] for verdict in judged), default=None),
         **counts,
         "largest error": worst["error"] if worst else None,
         "allowed": worst["limit"] if worst else None,
@@ -249,7 +249,9 @@ def _of(verdict: Verdict) -> str:
 
 def count_by_status(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """The numbers of green, red and unsupported verdicts."""
-    counts = Counter(verdict["status"].lower() for verdict in verdicts)
+    counts: Counter[str] = Counter()
+    for verdict in verdicts:
+        counts[verdict["status"].lower()] += verdict["cases"]
     return {status: counts[status] for status in ("green", "red", "unsupported")}
 
 

@@ -1,0 +1,71 @@
+"""Recorded tests are left out of the default run alone, on the code on which they were green."""
+
+import ast
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import recorded
+from tests.grid import data
+
+FILES: list[str] = json.loads(recorded.RECORD.read_text())["files"]
+
+
+def modules_of(file: Path) -> set[str]:
+    """The modules that a file of tests imports, by way of other files of tests too."""
+    nodes = [*ast.walk(ast.parse(file.read_text()))]
+    named = {f"{n.module}.{each.name}" for n in nodes if isinstance(n, ast.ImportFrom) for each in n.names}
+    named |= {each.name for n in nodes if isinstance(n, ast.Import) for each in n.names}
+    places = {recorded.TESTS.parent / each.replace(".", "/") for each in named if each.startswith("tests.")}
+    helpers = {at.with_suffix(".py") if at.with_suffix(".py").exists() else at.parent for at in places}
+    further = {path if path.suffix else path.with_suffix(".py") for path in helpers} - {file}
+    return named.union(*(modules_of(path) for path in further if path.is_file()))
+
+
+def test_recorded_files_import_what_the_digest_has() -> None:
+    read = {*recorded.read_files(recorded.TESTS.parent)}
+    others = ("spbench.api", "bench.tools", "bench.command_line", "spbench.plots", "tests.tools")
+    for path in (recorded.TESTS / name for name in FILES):
+        assert path in read
+        assert not [each for each in modules_of(path) if any(other in each for other in others)], path
+        assert "spbench" not in modules_of(path), path  # whose public names may be of tools
+
+
+def test_other_code_is_another_digest(tmp_path: Path) -> None:
+    code, tool = tmp_path / "impls" / "ring.py", tmp_path / "bench" / "tools" / "fit.py"
+    for path in (code, tool):
+        path.parent.mkdir(parents=True)
+        path.write_text("hops = 1")
+    before = recorded.digest.__wrapped__(tmp_path)
+    tool.write_text("hops = 2")
+    code.write_text("hops = 1  # a comment")
+    assert recorded.digest.__wrapped__(tmp_path) == before
+    code.write_text("hops = 2")
+    assert recorded.digest.__wrapped__(tmp_path) != before
+
+
+@pytest.mark.parametrize("changed", ["", "code", "path", "mark", "word"])
+def test_what_leaves_files_out(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"files": FILES, "code": "other" if changed == "code" else "this"}
+    (tmp_path / "recorded.json").write_text(json.dumps(record))
+    monkeypatch.setattr(recorded, "RECORD", tmp_path / "recorded.json")
+    monkeypatch.setattr(recorded, "digest", lambda: "this")
+    sources = pytest.Config.ArgsSource
+    source = sources.ARGS if changed == "path" else sources.TESTPATHS
+    config: Any = SimpleNamespace(args_source=source, ArgsSource=sources, stash=pytest.Stash())
+    mark, word = "slow" if changed == "mark" else "not slow", "ring" if changed == "word" else ""
+    config.option = SimpleNamespace(markexpr=mark, keyword=word)
+    recorded.pytest_configure(config)
+    ignored = [name for name in FILES if recorded.pytest_ignore_collect(recorded.TESTS / name, config)]
+    assert len(ignored) == (0 if changed else len(FILES) - recorded.DRAWN_FILES)
+
+
+def test_each_file_of_tests_is_in_one_shard() -> None:
+    shards = data(recorded.TESTS / "shards.yaml").values()
+    places = [recorded.TESTS.parent / each for shard in shards for each in shard.split()]
+    assert len(shards) == 4
+    for path in recorded.TESTS.rglob("test_*.py"):
+        assert sum(path.is_relative_to(place) for place in places) == 1, path
