@@ -49,11 +49,13 @@ class RankTurns:
         begins: whether the step begins with a phase of its own, before the first action.
         gathers: whether a pass gathers weights that the pass before it has not left gathered, so that turns
             depend on the order of passes.
+        counts: whether a turn's host work may depend on how many turns came before, as in ``fully_shard``.
     """
 
     of: Turns
     begins: bool = False
     gathers: bool = False
+    counts: bool = False
 
     @property
     def ahead(self) -> int:
@@ -116,7 +118,7 @@ class RankTurns:
         both, tail = count - ahead, max(0, 2 * ahead - count)
         # a rank that is 0 or 1 forwards ahead has no first forwards that differ from its other forwards
         short = ahead if ahead < _NEAR else _FEWEST
-        if both > ahead + _NEAR and self.gathers:  # a turn's host work depends on how many came before
+        if both > ahead + _NEAR and self.counts:
             micro_batches = SHORT
         elif both > ahead + _NEAR:  # two warm-ups, a steady state until turns repeat, and a last one
             short = min(short, _NEAR + 1)
