@@ -91,7 +91,6 @@ from spbench.bench.measure.scenarios.choices import strategy_problem as strategy
 from spbench.bench.measure.scenarios.expand import Problem as Problem
 from spbench.bench.measure.scenarios.expand import chosen_device as chosen_device
 from spbench.bench.measure.scenarios.expand import expand as expand
-from spbench.bench.measure.scenarios.scenario import PACKAGE as PACKAGE
 from spbench.bench.measure.scenarios.scenario import Document as Document
 from spbench.bench.measure.scenarios.scenario import Scenario as Scenario
 from spbench.bench.measure.scenarios.scenario import changed as changed
@@ -158,7 +157,6 @@ from spbench.bench.measure.trust.fit_certainty import kinds_of as kinds_of
 from spbench.bench.measure.verify.cases import verify_cases as verify_cases
 from spbench.bench.measure.verify.proof import keep_package_proof as keep_package_proof
 from spbench.bench.measure.verify.proof import unproven as unproven
-from spbench.bench.measure.verify.verdicts import EQUAL as EQUAL
 from spbench.bench.measure.verify.verdicts import VERDICTS_FILE as VERDICTS_FILE
 from spbench.bench.measure.verify.verdicts import Verdict as Verdict
 from spbench.bench.measure.verify.verdicts import VerifyRow as VerifyRow

@@ -2,6 +2,7 @@
 
 import ast
 import json
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from tests.grid import data
 FILES: list[str] = json.loads(recorded.RECORD.read_text())["files"]
 
 
+@cache
 def modules_of(file: Path) -> set[str]:
     """The modules that a file of tests imports, by way of other files of tests too."""
     nodes = [*ast.walk(ast.parse(file.read_text()))]

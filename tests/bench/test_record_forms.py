@@ -40,6 +40,15 @@ def test_a_table_has_a_line_for_each_item(forms: RecordForms) -> None:
     assert (table.title, table.important, table.most) == ("Parts", ["part"], 1)
 
 
+def test_a_text_has_no_further_blanks_and_may_have_texts_of_other_items(forms: RecordForms) -> None:
+    item = {"name": "a", "parts": [{"at": 1}, {"at": 2}]}
+    assert forms.text("line", item, owner="b") == "a of b: 1 (b), 2 (b)"
+    assert forms.text("line", {"name": "a"}, owner="b") == "a of b"
+    assert forms.text("part", {}, owner="b") == ""
+    with pytest.raises(AttributeError, match="parts"):
+        forms.text("line", SimpleNamespace(name="a"), owner="b")
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

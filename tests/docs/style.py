@@ -62,6 +62,11 @@ _LONG = re.compile(r"<!-- (?:slow|not run): ((?:a|half an?|\w+) (?:minutes?|hour
 _WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 #: a sentence that begins with Of, also within a parenthesis
 _OF = re.compile(r"(?:^|[.?!:][\"')]*\s+|\()\(?(Of)\s")
+#: a sentence whose actor is a pronoun without its noun, and a comparison that does not say with what
+_LOOSE = {
+    "pronoun": r"(?:It|They|Its|Their|(?:This|These|Both) (?:is|are|has|have|can|must|costs?|means?))\b",
+    "than what": r"(?!.*\bthan\b).*(?:\d%|\btimes|third|fifth) (?:slow|fast|small|larg|long|short|cheap)er\b",
+}
 #: how a page begins that a script writes
 MADE = "<!-- scripts/"
 _NO_WORDS = re.compile(r"^```.*?^```|<!--.*?-->", re.DOTALL | re.MULTILINE)
@@ -190,6 +195,9 @@ def _paragraph_faults(text: Text) -> Iterator[Fault]:
             yield Fault(line, "long sentence", f"{count} words: {text.printed(sentence)}")
         if (count := len(_NUMBER.findall(sentence))) > NUMBERS:
             yield Fault(line, "numbers", f"{count} numbers: {text.printed(sentence)}")
+        for kind, pattern in _LOOSE.items():
+            if re.match(pattern, " ".join(sentence.split())):
+                yield Fault(line, kind, text.printed(sentence))
         line += sentence.count("\n")
 
 

@@ -88,18 +88,18 @@ SIX = "Six words are in this one. "
 
 #: pages with the lines and the kinds of their faults
 PLANTED: dict[str, tuple[str, list[tuple[int, str]]]] = {
-    "35 words": (f"It {LONG}.", []),
-    "36 words after a line": (f"Fine.\nIt `really does` {LONG}.", [(8, "long sentence")]),
-    "36 words in a list": (f"- Fine.\n- It is {LONG}.", [(8, "long sentence")]),
-    "abbreviations": (f"It is, e.g. in 3.5 GiB of `a b. c`, {LONG}.", [(7, "long sentence")]),
+    "35 words": (f"One {LONG}.", []),
+    "36 words after a line": (f"Fine.\nOne `really does` {LONG}.", [(8, "long sentence")]),
+    "36 words in a list": (f"- Fine.\n- One is {LONG}.", [(8, "long sentence")]),
+    "abbreviations": (f"One is, e.g. in 3.5 GiB of `a b. c`, {LONG}.", [(7, "long sentence")]),
     "two sentences": (f"> Half {LONG[:80]}. The rest {LONG[:80]}.", []),
     "120 words": (SIX * 20, []),
     "126 words": (SIX * 21, [(7, "long paragraph")]),
     "parentheses": (
-        "It (so (here)\nand (here)) is. And (this) (is `f(x(y))`).",
+        "One (so (here)\nand (here)) is. And (this) (is `f(x(y))`).",
         [(7, _IN), (8, _IN)],
     ),
-    "of in a parenthesis": ("It is. (Of\nthese three.) Lots Of\nthem.", [(7, _OF)]),
+    "of in a parenthesis": ("One is. (Of\nthese three.) Lots Of\nthem.", [(7, _OF)]),
     "of in a list": ("- Of these, one.\n- One of these. `Of` it. Offers. Of it.", [(7, _OF), (8, _OF)]),
     "words": ("The three products,\nand as TOLD. An inner product, not known.", [(7, "word"), (8, "word")]),
     "idioms": (
@@ -107,6 +107,8 @@ PLANTED: dict[str, tuple[str, list[tuple[int, str]]]] = {
         [(7, "idiom"), (7, "idiom"), (8, "idiom")],
     ),
     "numbers": ("One H100 of 8, 3.5% and `4`. ZeRO-3 of 2, 3\nand 4.", [(7, "numbers")]),
+    "a pronoun": ("They go. So it is.\nThis is it. This page is.", [(7, "pronoun"), (8, "pronoun")]),
+    "a comparison": ("This is 3% slower.\nA is 3% slower than B.", [(7, "pronoun"), (7, "than what")]),
     "a hidden time": ("<!-- slow: a minute -->\n```sh\nls\n```", [(7, "hidden time")]),
     "a time": ("*About a minute on two cores:*\n\n<!-- slow: a minute -->\n```sh\nls\n```", []),
     "a heading": ("## What was sent to it\n\nFine.", [(7, "word")]),

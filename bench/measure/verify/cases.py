@@ -40,7 +40,7 @@ from spbench.bench.measure.verify.judged import (
     worst_of,
 )
 from spbench.bench.measure.verify.oracle import check_rank
-from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
+from spbench.bench.measure.verify.verdicts import VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.setting_values import names_a_file, read_model_file
 
@@ -238,7 +238,7 @@ def verify_case(
         plan.check(case.model.sites(case.batch, case.seq_len, plan.vocabulary_parts))
         backend = shared_backend(row.size, device)
         if backend != STAGED and case.model.parts()[case.part].build == case.model.build:
-            row = replace(row, bytes=EQUAL)
+            row = replace(row, bytes=VerifyRow.EQUAL)
         findings = pool.run(sizes, check_rank, case, idle_s=IDLE_S, device=device, backend=backend)
     except impls.Unsupported as unsupported:
         return replace(row, status="unsupported", reason=str(unsupported))

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
-from spbench.bench.measured_code import digest_of_files
+from spbench.bench.measured_code import digest_of_files, strategy_files
 from spbench.bench.measurement import Count, Number, Signed, Text
 from spbench.bench.row import problem
 from spbench.impls import plugin_files
@@ -31,8 +31,6 @@ VERDICTS_FILE, SUMMARY_FILE = "verdicts.jsonl", "summary.jsonl"
 #: the fields of a :class:`VerifyRow`, and the fields of its run's head
 Verdict = dict[str, Any]
 
-#: the value of :attr:`VerifyRow.bytes` where all bytes are those of the closed forms
-EQUAL = "equal"
 #: the fields of a run's head, which all of its verdicts share
 RUN = ("backend", "device", "commit", "code", "torch", "time")
 #: the fields that identify a case, whose later verdict replaces an earlier one
@@ -73,6 +71,9 @@ class VerifyRow:
         explanation: for a RED row, if it was asked for, lines on where its step goes wrong first.
         traceback: the traceback of what a rank raised.
     """
+
+    #: the value of ``bytes`` where all bytes are those of the closed forms
+    EQUAL = "equal"
 
     strategy: Text
     model: Text
@@ -117,7 +118,7 @@ def verified_code() -> str:
     """The digest of the Python files that verdicts depend on, at the first call: impls/ and installed
     plug-ins."""
     root = Path(__file__).resolve().parents[3]
-    return digest_of_files(root, [*(root / "impls").rglob("*.py"), *plugin_files()])
+    return digest_of_files(root, [*strategy_files(root), *plugin_files()])
 
 
 def read_verdicts(folder: Path) -> list[Verdict]:

@@ -174,8 +174,9 @@ class VerifiedRun:
         """Make routers return the choices in ``given``; if there are none, keep the routers' own."""
         for name, module in self.module.named_modules():
             if isinstance(module, impls.Router):
-                choose: Callable[[Tensor], Tensor] = partial(self._noted, name, batch, module.choose)
-                module.choose = self._given(given[name]) if given else choose  # type: ignore[method-assign]
+                own = partial(self._noted, name, batch, module.choose)
+                choose: Any = self._given(given[name]) if given else own
+                module.choose = choose  # type: ignore[method-assign]
 
     def _noted(self, name: str, batch: int, choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
         """A router's choice of experts [tokens, k], which is kept in ``choices`` as [B, L, k]."""

@@ -10,7 +10,7 @@ from spbench.bench.command_line.options import WORDS, WholeNumber, body, many, n
 @click.command("calibrate")
 @click.option("--scenario", help="A scenario with a published table: its name or its file.")
 @click.option("--table", help="The table's name in the scenario.")
-@click.option("--quantity", default="throughput_tokens_per_s", show_default=True, help="Its column.")
+@click.option("--quantity", default="throughput_tokens_per_s", show_default=True, help="The table's column.")
 @click.option(
     "--fit",
     "fits",

@@ -28,9 +28,6 @@ TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 STATUSES: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")
 assert set(STATUSES) == set(get_args(Status))
 
-#: the relative tolerance of simulated times, because their last digits differ between machines
-SIMULATED_TOLERANCE = 1e-6
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -65,18 +62,7 @@ class Metric:
 
 
 #: all metrics, in the order in which outputs list them
-METRICS = (
-    Metric("sent_bytes", "bytes", "smaller"),
-    Metric("formula_differences", "count", "smaller"),
-    Metric("answer", "", "bigger"),
-    Metric("peak_memory_bytes", "bytes", "smaller"),
-    Metric("reserved_memory_bytes", "bytes", "smaller"),
-    Metric("peak_host_memory_bytes", "bytes", "smaller"),
-    Metric("step_time_s", "s", "smaller", tolerance=SIMULATED_TOLERANCE, samples="step_time_samples_s"),
-    Metric("tokens_per_s", "tokens/s", "bigger", tolerance=SIMULATED_TOLERANCE, judged=False),
-    # the time of a benchmark of pytest-benchmark
-    Metric("time_s", "s", "smaller", samples="time_samples_s"),
-)
+METRICS = tuple(Metric(name, **of) for name, of in TABLES.forms["metrics"].items())
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+from spbench.bench.command_line.output import Table
 from spbench.bench.command_line.record_forms import TIE
 from spbench.bench.measure import ATTENTION, packaged_model, written
 from spbench.bench.tools.choose import ranking
 from spbench.bench.tools.choose.fit_verdict import TABLES, has_experts
 from spbench.bench.tools.choose.layouts import folds_anew
-from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.suggestions import micro_batch_of
 from spbench.bench.tools.choose.whole_looks import Price
@@ -34,7 +34,7 @@ class Advice:
     Attributes:
         seconds, cpu_s: seconds that the search took, and CPU seconds of the search and its looks.
         prices: the prices of the winner's memory switches, and of other settings that it could have.
-        absence: why the layouts of ``--why`` are not named; None: there is no such option.
+        absence: sections on why the layouts of ``--why`` are not named.
     """
 
     question: Question
@@ -42,7 +42,7 @@ class Advice:
     seconds: float = 0.0
     cpu_s: float = 0.0
     prices: Sequence[Price] = ()
-    absence: Absence | None = None
+    absence: Sequence[Table | str] = ()
 
     @property
     def ranked(self) -> list[ranking.Seen]:
@@ -87,7 +87,6 @@ class Advice:
             "micro_batch": micro_batch_of,
             "settings": lambda cell: written(ranking.settings_beside(self.question.cell, cell)),
             "attention": lambda cell: model_preset(*cell.model_arguments).attention_kernel,
-            "compute_floor_s": ranking.compute_floor_s,
             "links_floor_s": ranking.links_floor_s,
         }
         lines = TABLES.records("layout", self.ranked, **meanings)

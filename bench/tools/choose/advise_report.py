@@ -18,7 +18,7 @@ from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked, is_figure, swept_figures
 from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.layout_search import answered
-from spbench.bench.tools.choose.possible import left_out_by_length, spelled
+from spbench.bench.tools.choose.possible import left_out_by_length
 from spbench.bench.tools.choose.question import question, whole_numbers
 from spbench.bench.tools.choose.ranking import Seen, simpler
 from spbench.bench.tools.jobs.flags import program_flags
@@ -26,14 +26,14 @@ from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import GIB
 from spbench.bench.yaml_text import dump
 from spbench.impls import PLUS, model_preset
+from spbench.plots.style import binary_length
 
-#: the most lines for --why, and the most costs of simpler layouts, unless --details asks for all
-_REASONS, _COSTS = 3, 3
+#: the most costs of simpler layouts, unless --details asks for all
+_COSTS = 3
 
 
 def report(
     answers: Sequence[Advice],
-    why: Mapping[str, int] = {},
     figure: Path | None = None,
     output: Path | None = None,
     program: str = "",
@@ -41,7 +41,6 @@ def report(
     """The output of all answers, for people and for programs.
 
     Args:
-        why: ranks along axes; the report says why no layout with them is named.
         figure: the file for a figure of one answer's layouts, or for a map of several answers.
         output: the file for a scenario of the best layouts.
         program: the layout named first is shown in the arguments of this program; "": in none.
@@ -53,11 +52,7 @@ def report(
         sections.append(_map(answers))
         sections += ["\n".join(lines)] if (lines := [*turns([each.point() for each in answers])]) else []
     for answer in answers:
-        sections += _sections(answer, program)
-        if absence := answer.absence:
-            title = f"Layouts with {spelled(why)}"
-            sections += [Table(title, absence.lines, most=_REASONS)] if absence.lines else []
-            sections += [absence.sentence] if absence.sentence else []
+        sections += [*_sections(answer, program), *answer.absence]
         details += _details(answer)
     if output is not None:
         cells = [seen.cell for answer in answers for seen in answer.ranked]
@@ -146,8 +141,7 @@ def shown_value(name: str, value: Any) -> str:
     """A value of one of :data:`AXES` as people write it."""
     if name == "figures":
         return str(value) or "as it is"
-    text = next((f"{value // n}{s}" for s, n in (("M", 2**20), ("K", 2**10)) if value % n == 0), str(value))
-    return text if name == "seq_len" else f"{value} GPUs"
+    return binary_length(value) if name == "seq_len" else f"{value} GPUs"
 
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
@@ -252,4 +246,4 @@ def advise(
         for answer in answered(questions, jobs, progress.at, executor, asked_about):
             answers.append(answer)
             progress.at(f"answered in {answer.seconds:.0f} s", len(answers) / len(questions))
-    return report(answers, asked_about, figure, output, program or "")
+    return report(answers, figure, output, program or "")

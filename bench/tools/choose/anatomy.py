@@ -1,19 +1,20 @@
 """The anatomy of a rank's memory: bytes at its peak by kind and module, its curve over time, and the smallest
-card on which it fits. Workers run :func:`examine` for a cell, and :func:`attempt` for a changed cell."""
+card on which it fits. Also a rank's memory as a snapshot like those of ``torch.cuda.memory._dump_snapshot``,
+for PyTorch's viewer (https://pytorch.org/memory_viz) and for ``torch.cuda._memory_viz``."""
 
+import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.measurement import Measurement
-from spbench.bench.units import GIB
+from spbench.bench.files import write_whole
 
 #: under this name the meters of a measurement have an :class:`Anatomy` as plain data, or only its
 #: ``least_usable_bytes``
@@ -22,8 +23,6 @@ ANATOMY = "fit"
 _POINTS = 600
 #: parts of the peak, by kind and module, that have a line each; all smaller ones share one
 _MOST_PARTS = 12
-#: a changed cell is not traced whole if its guessed peak is more than this many times the card's memory
-_PLAINLY_TOO_MUCH = 1.1
 #: the tolerance of the smallest card's bytes, relative to these, if that is more than a segment
 _NEAR = 1e-3
 
@@ -255,50 +254,93 @@ def fullest(traces: measure.ClassTraces) -> Fullest:
     return largest
 
 
-# -- run by workers -----------------------------------------------------------------------------------------
+#: the first address of a snapshot, like those of a card
+_BASE = 0x7F0000000000
 
 
-def examine(cell: Cell) -> Measurement:
-    """Measure a cell, with its step time even if it does not fit; ``meters`` have the :class:`Anatomy` of the
-    class of ranks that needs the largest card.
+def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
+    """Write a snapshot of a rank's memory over set-up and the traced steps; returns the path.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes.
+        UserError: the file cannot be written.
     """
-    short = measure.ShortSteps()
-    measurement, traces = measure.measured(cell, short, also_too_large=True)
-    at, least = fullest(traces)
-    ranks, log = traces.classes[at], traces.traces[at].memory
-    if traces.of_all is not None:  # the log has fewer micro-batches
-        log = measure.stage_traces(cell, [ranks], events=False, short=short)[0].memory
-    stage = ranks.stage.index if ranks.stage.count > 1 else None
-    taken_apart = anatomy(log, measure.allocator_of(cell), least, ranks.ranks, stage)
-    measurement.meters = {**measurement.meters, ANATOMY: asdict(taken_apart)}
-    return measurement
+    with measure.keeping_traces():
+        log = measure.trace_rank(cell, rank, events=measure.can_time(cell)).memory
+    return write_whole(path, pickle.dumps(snapshot(log, measure.allocator_of(cell))))
 
 
-def trace_stage(cell: Cell, stage: int) -> Measurement:
-    """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the cell."""
-    ranks = next(each for each in measure.rank_classes(cell) if each.stage.index == stage)
-    measure.trace_of_class(cell, ranks, events=measure.can_time(cell))
-    return Measurement()
+def snapshot(
+    log: measure.MemoryLog, kind: type[measure.CachingAllocator] = measure.CachingAllocator
+) -> dict[str, Any]:
+    """The snapshot of a log: its events, and its segments at the end, with the blocks of an allocator of
+    class ``kind`` on a card without a limit. In place of a stack trace it names a storage's kind, module and
+    phase; ``time_us`` is the number of the event."""
+    allocator, kinds, streams = kind(), log.categories(), log.streams or [0] * len(log.sizes)
+    held: dict[int, Any] = {}
+    frames: dict[int, list[dict[str, Any]]] = {}
+    storages: dict[int, int] = {}
+    events: list[dict[str, Any]] = []
+
+    def note(action: str, at: int, number: int, address: int, nbytes: int) -> None:
+        stream, of = streams[number], frames[number]
+        place = {"addr": _BASE + address, "size": nbytes, "stream": stream, "frames": of, "time_us": at}
+        events.append({"action": action, **place})
+
+    for at, event in enumerate(log.events):
+        number = abs(event) - 1
+        nbytes = log.sizes[number]
+        if event < 0 and number in held:
+            block = held.pop(number)
+            for action in ("free_requested", "free_completed"):
+                note(action, at, number, block.address, nbytes)
+            del storages[block.address]
+            allocator.give_back(block)
+        elif event > 0 and nbytes:
+            reserved = allocator.reserved
+            held[number] = block = allocator.take(nbytes, streams[number])
+            module = log.place_names[log.places[number]] if log.places else ""
+            step, phase = log.step_of(at), log.phase_of(at)
+            words = (kinds[number], module, f"{phase} of step {step}" if step else phase)
+            frames[number] = [{"name": word, "filename": "spbench", "line": 0} for word in words if word]
+            storages[block.address] = number
+            if allocator.reserved > reserved:
+                note("segment_alloc", at, number, block.address, allocator.reserved - reserved)
+            note("alloc", at, number, block.address, nbytes)
+    segments = []
+    for blocks in allocator.segments():
+        stream, small = allocator.pool_of(blocks[0][0])
+        pool = {"stream": stream, "segment_type": "small" if small else "large"}
+        pool["is_expandable"] = kind is measure.ExpandableSegments
+        segments.append({**_segment(blocks, storages, log.sizes, frames), **pool})
+    return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
 
 
-def attempt(cell: Cell) -> Measurement:
-    """Search if the cell asks for a search, else :func:`examine` it. If the guessed peak of the first class
-    of ranks exceeds the card by 10%, returns the status oom with that peak, and traces no more."""
-    if cell.search is not None:
-        return measure.run_cell(cell)
-    usable = measure.usable_memory_bytes(cell)
-    if usable is not None:
-        # where no guess can be put together, this is the whole trace, which is kept on disk for `examine`
-        guess = measure.trace_of_class(
-            cell, measure.rank_classes(cell)[0], events=measure.can_time(cell), effort="guess"
-        )
-        peak = guess.memory.peak().nbytes
-        if peak > _PLAINLY_TOO_MUCH * usable:
-            reason = f"needs about {peak / GIB:.0f} GiB"
-            return Measurement(
-                status="oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
-            )
-    return examine(cell)
+def _segment(
+    blocks: list[tuple[int, int, bool]],
+    storages: Mapping[int, int],
+    sizes: list[int],
+    frames: Mapping[int, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    allocated = sum(nbytes for _, nbytes, free in blocks if not free)
+    total = sum(nbytes for _, nbytes, _ in blocks)
+    shown = [
+        {
+            "address": _BASE + address,
+            "size": nbytes,
+            "requested_size": 0 if free else sizes[storages[address]],
+            "state": "inactive" if free else "active_allocated",
+            "frames": [] if free else frames[storages[address]],
+        }
+        for address, nbytes, free in blocks
+    ]
+    return {
+        "device": 0,
+        "address": _BASE + blocks[0][0],
+        "total_size": total,
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": sum(each["requested_size"] for each in shown),
+        "segment_pool_id": (0, 0),
+        "frames": [],
+        "blocks": shown,
+    }

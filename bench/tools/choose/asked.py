@@ -16,7 +16,7 @@ from typing import Any, Literal
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import cache_folder, read_file, write_whole
-from spbench.bench.measure import ASKED, PACKAGE, Cluster, load_cluster, names, written
+from spbench.bench.measure import ASKED, Cluster, load_cluster, names, written
 from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.jobs.flags import several_ranks
@@ -67,7 +67,7 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
         return "model"
     if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
         published = (each.name for each in published_models())
-        known_names = [*packaged(PACKAGE), *names("model"), *published]
+        known_names = [*packaged("spbench.scenarios"), *names("model"), *published]
         hint = suggestion(missing[0], known_names, "spbench list scenarios, spbench list models")
         hint = remote_name(missing[0]) or ("" if Path(missing[0]).suffix or others else hint)
         raise UserError(f"{shown(missing[0])} is no scenario, model or file{hint}")
@@ -75,7 +75,7 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
 
 
 def _is_scenario(word: str) -> bool:
-    if word in packaged(PACKAGE):
+    if word in packaged("spbench.scenarios"):
         return True
     path = Path(word).expanduser()
     if path.suffix not in SUFFIXES or not path.is_file():

@@ -164,15 +164,7 @@ class Bar:
         return False
 
 
-def candidates(
-    question: Question,
-    estimates: Estimates,
-    savings: Mapping[str, Mapping[str, Any]],
-    refused: Refused,
-    usable: float = 0.0,
-    left_out: Counter[str] | None = None,
-    bar: Bar | None = None,
-) -> Iterator[Candidate]:
+class Candidates:
     """The candidates of a question: each layout with every backend and saving that has figures, except those
     that take longer by the estimate than the same layout and backend with another saving that surely fits (or
     with states on the cards, not the host), and those with more settings that are no faster.
@@ -184,85 +176,82 @@ def candidates(
         left_out: counts the exceptions, by :data:`SLOWER`, :data:`TOO_SLOW` and :data:`TOO_LARGE`.
         bar: leaves out layouts that take far longer than others; None: a new bar.
     """
-    settings_by_text = {as_text(each): each for each in backend_settings(question)}
-    backends = [settings_by_text[text] for text in estimates.backends]
-    pipelined = [bool(each) and has_stages(question, each) for each in backends]
-    settings = [savings[text] for text in estimates.references]
-    twins = twins_of(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
-    texts = [*estimates.backends], [*estimates.references]
-    left_out = Counter() if left_out is None else left_out
-    choices = _Choices(backends, pipelined, twins, settings, texts, usable, bar or Bar())
-    for way in ways(question):
-        figures_and_options = figures_of(estimates, way, question, refused)
-        if figures_and_options is None:
-            continue
-        figures, options = figures_and_options
-        for unfolded_layout in layouts(question, way, estimates.layers, refused):
-            every = folded(question, unfolded_layout)
-            if every:
-                yield from _of_layouts(every, figures, options, estimates, choices, left_out)
 
-
-@dataclass(frozen=True)
-class _Choices:
-    """The choices for each layout: settings of backends, whether each backend has stages, the index of its
-    twin, settings of the model, and both settings as text; the bytes of a card, and the bar."""
-
-    backends: Sequence[Mapping[str, Any]]
-    pipelined: Sequence[bool]
-    twins: Sequence[int | None]
-    settings: Sequence[Mapping[str, Any]]
-    texts: tuple[Sequence[str], Sequence[str]]
-    usable: float
-    bar: Bar
-
-
-def _of_layouts(
-    every: Sequence[Layout],
-    figures: WayFigures,
-    options: Mapping[str, Any],
-    estimates: Estimates,
-    choices: _Choices,
-    left_out: Counter[str],
-) -> Iterator[Candidate]:
-    """The candidates of layouts that differ only in their folds, the ranks of their experts."""
-    backends, settings, usable, bar = choices.backends, choices.settings, choices.usable, choices.bar
-    computing = estimates.computing(every, figures)
-    passing = [bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)]
-    near = [each for each, passes in zip(every, passing, strict=True) if passes]
-    far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
-    if not near:
-        left_out[TOO_SLOW] += far
-        return
-    times_of = estimates.times(near, figures, computing[passing])
-    activations = estimates.activations(near, figures)
-    memories_of = estimates.states(near, figures)[..., None] + activations[:, None]
-    folds, pipelined = best_folds(times_of, memories_of, usable), np.array(choices.pipelined)[:, None]
-    may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
-    bar.add(near[0], np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf).min(initial=np.inf))
-    within = times_of <= bar.most_s
-    asked = may & within & folds
-    large = asked & (memories_of > FAR_TOO_LARGE * (usable or np.inf))
-    if large.any() and (large == asked).all():  # keep the smallest, to say what would fit
-        large &= memories_of > memories_of[large].min()
-    left = undominated(times_of, memories_of, asked & ~large)
-    for layout, times, memories, own, kept_of in zip(
-        near, times_of, memories_of, activations, left, strict=True
+    def __init__(
+        self,
+        question: Question,
+        estimates: Estimates,
+        savings: Mapping[str, Mapping[str, Any]],
+        refused: Refused,
+        usable: float = 0.0,
+        left_out: Counter[str] | None = None,
+        bar: Bar | None = None,
     ):
-        fitting = np.where(memories * SURELY <= usable, times, np.inf)
-        shortest = fitting.min(axis=1, initial=np.inf)
-        for row in np.flatnonzero(kept_of.any(axis=1)).tolist():
-            twin = None if (other := choices.twins[row]) is None else backends[other]
-            of_twin = np.inf if other is None else shortest[other]
-            kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & kept_of[row])
-            for at in kept.tolist():
-                seconds, nbytes = float(times[row, at]), float(memories[row, at])
-                chosen = backends[row], settings[at], choices.texts[0][row], choices.texts[1][at]
-                yield Candidate(layout, options, *chosen, seconds, nbytes, float(own[at]), twin)
-            yielded += len(kept)
-    left_out[TOO_SLOW] += far + int((may & ~within).sum())
-    left_out[TOO_LARGE] += int(large.sum())
-    left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
+        self.question, self.estimates, self.refused, self.usable = question, estimates, refused, usable
+        self.left_out, self.bar = Counter[str]() if left_out is None else left_out, bar or Bar()
+        settings_by_text = {as_text(each): each for each in backend_settings(question)}
+        #: settings of backends and of the model, both as they are and as text
+        self.backends = [settings_by_text[text] for text in estimates.backends]
+        self.settings = [savings[text] for text in estimates.references]
+        self.texts = [*estimates.backends], [*estimates.references]
+        #: whether each backend has stages, [backends, 1], and the index of its twin
+        stages = [bool(each) and has_stages(question, each) for each in self.backends]
+        self.pipelined = np.array(stages)[:, None]
+        self.twins = twins_of(self.backends, [each.host_bytes > 0 for each in estimates.backends.values()])
+
+    def __iter__(self) -> Iterator[Candidate]:
+        for way in ways(self.question):
+            figures_and_options = figures_of(self.estimates, way, self.question, self.refused)
+            if figures_and_options is None:
+                continue
+            for unfolded_layout in layouts(self.question, way, self.estimates.layers, self.refused):
+                every = folded(self.question, unfolded_layout)
+                if every:
+                    yield from self._of_layouts(every, *figures_and_options)
+
+    def _of_layouts(
+        self, every: Sequence[Layout], figures: WayFigures, options: Mapping[str, Any]
+    ) -> Iterator[Candidate]:
+        """The candidates of layouts that differ only in their folds, the ranks of their experts."""
+        estimates, usable, bar, left_out = self.estimates, self.usable, self.bar, self.left_out
+        backends, settings = self.backends, self.settings
+        computing = estimates.computing(every, figures)
+        passing = [bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)]
+        near = [each for each, passes in zip(every, passing, strict=True) if passes]
+        far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
+        if not near:
+            left_out[TOO_SLOW] += far
+            return
+        times_of = estimates.times(near, figures, computing[passing])
+        activations = estimates.activations(near, figures)
+        memories_of = estimates.states(near, figures)[..., None] + activations[:, None]
+        folds, pipelined = best_folds(times_of, memories_of, usable), self.pipelined
+        may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
+        probably = np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf)
+        bar.add(near[0], probably.min(initial=np.inf))
+        within = times_of <= bar.most_s
+        asked = may & within & folds
+        large = asked & (memories_of > FAR_TOO_LARGE * (usable or np.inf))
+        if large.any() and (large == asked).all():  # keep the smallest, to say what would fit
+            large &= memories_of > memories_of[large].min()
+        left = undominated(times_of, memories_of, asked & ~large)
+        for layout, times, memories, own, kept_of in zip(
+            near, times_of, memories_of, activations, left, strict=True
+        ):
+            fitting = np.where(memories * SURELY <= usable, times, np.inf)
+            shortest = fitting.min(axis=1, initial=np.inf)
+            for row in np.flatnonzero(kept_of.any(axis=1)).tolist():
+                twin = None if (other := self.twins[row]) is None else backends[other]
+                of_twin = np.inf if other is None else shortest[other]
+                kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & kept_of[row])
+                for at in kept.tolist():
+                    seconds, nbytes = float(times[row, at]), float(memories[row, at])
+                    chosen = backends[row], settings[at], self.texts[0][row], self.texts[1][at]
+                    yield Candidate(layout, options, *chosen, seconds, nbytes, float(own[at]), twin)
+                yielded += len(kept)
+        left_out[TOO_SLOW] += far + int((may & ~within).sum())
+        left_out[TOO_LARGE] += int(large.sum())
+        left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
 
 
 def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:

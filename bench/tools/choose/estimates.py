@@ -133,11 +133,15 @@ class Estimates:
         self.layers: int = getattr(model, "layers", 1)
         #: periods of layers in the model; what is said of "a layer" is of one period
         self.periods = self.layers / model.period
-        #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
-        self._shallow: dict[int, tuple[Cell, impls.Model, dict[int, list[impls.Site]]]] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
+        self._sites = cache(self._few_layers)
         #: seconds of one call of a collective, and of a byte that a kernel moves
         self.seconds, self._s_of_byte = (prices := CollectivePrices(cell)).seconds, prices.s_of_byte
+
+    def _few_layers(self, layers: int, vocabulary_parts: int) -> list[impls.Site]:
+        """The sites of the model with one or two layers."""
+        cell = at_depth(self.cell, layers)
+        return [*impls.model_preset(*cell.model_arguments).sites(1, cell.shape[1], vocabulary_parts)]
 
     def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
         """What a rank sends and holds with a way to divide a sample.
@@ -151,13 +155,7 @@ class Estimates:
         strategy = planned_strategy(self.cell.model_copy(update=settings))
         parts, precision = strategy.vocabulary_parts, impls.PRECISIONS[self.cell.precision]
         for layers in (1, 2):
-            if layers not in self._shallow:
-                cell = at_depth(self.cell, layers)
-                self._shallow[layers] = cell, impls.model_preset(*cell.model_arguments), {}
-            few, model, sites_of = self._shallow[layers]
-            if parts not in sites_of:
-                sites_of[parts] = [*model.sites(1, few.shape[1], parts)]
-            sites = sites_of[parts]
+            sites = self._sites(layers, parts)
             if layers == 1:  # deeper models ask for the same, more often
                 strategy.check(sites)
             entries = strategy.traffic(sites, precision.parameters.itemsize)
@@ -242,15 +240,14 @@ class Estimates:
         if layout.fold is None:
             return 0.0, 1
         ranks = layout.fold.ep * layout.fold.etp
-        ends = way.experts.ends * (1 if layout.pp == 1 else 0.5)
-        elements = way.experts.layer * self.periods / layout.pp + ends
+        elements = way.experts.of_stage(self.periods, layout.pp)
         return elements / ranks, layout.stage_ranks // ranks
 
     def _host_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """[layouts, backends]: seconds in which hosts update their part of the parameters and copy it over
         the link to the card; all ranks of a node update at once."""
         sharing = layouts[0].dp * impls.ranks_along(way.alike, layouts[0].sizes)
-        elements = self._elements(layouts[0], way) / sharing
+        elements = way.elements.of_stage(self.periods, layouts[0].pp) / sharing
         held = [self._expert_elements(each, way) for each in layouts]
         own = np.array([elements + experts / replicas for experts, replicas in held])
         cluster = load_cluster(self.cell.cluster)
@@ -267,7 +264,7 @@ class Estimates:
         if key in self._of_backends:
             return self._of_backends[key]
         experts, _ = self._expert_elements(layout, way)
-        others, sizes = self._elements(layout, way), layout.sizes
+        others, sizes = way.elements.of_stage(self.periods, layout.pp), layout.sizes
         groups = {("dp", *way.alike): others, ("edp",): experts}
         sets = [(group, held) for group, held in groups.items() if held]
         seconds = [
@@ -290,10 +287,6 @@ class Estimates:
         which = [[[each in all_of[at] for each in messages] for all_of in sent] for at in range(3)]
         return messages, np.array(which, dtype=float).reshape(3, len(sent), len(messages))
 
-    def _elements(self, layout: Layout, way: WayFigures) -> float:
-        ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
-        return way.elements.layer * self.periods / layout.pp + ends
-
     def states(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """Bytes of states of training on a rank, [layouts, backends]."""
         sharing = layouts[0].dp * impls.ranks_along(way.alike, layouts[0].sizes)
@@ -304,7 +297,7 @@ class Estimates:
         several = self.cell.shape[0] > layout.dp * layout.micro_batch
         beside = np.array([e.in_backward[layout.pp > 1] for e in self.backends.values()], dtype=float).T
         whole, shared, of_layer = whole + beside[0], shared + several * beside[1], beside[2]
-        of_others = (whole + shared / sharing) * self._elements(layout, way)
+        of_others = (whole + shared / sharing) * way.elements.of_stage(self.periods, layout.pp)
         experts = [way.experts.layer / math.prod(each.fold or (1,)) for each in layouts]
         at_once = (way.elements.layer + np.array(experts)[:, None]) / self.layers * self.periods
         return np.asarray(of_others + (whole + shared / held[:, 1]) * held[:, 0] + of_layer * at_once)

@@ -55,7 +55,7 @@ def _asking(command: Function) -> Function:
 )
 @jobs
 @printed
-@body("choose.fit_report:fit", starts_processes=True)
+@body("choose.fitting:fit", starts_processes=True)
 def command() -> None:
     """Say whether a job fits its cards, and what would make it fit.
 

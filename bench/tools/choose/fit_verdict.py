@@ -153,9 +153,9 @@ class Verdict:
         """The parts of the peak, the largest first: its ``kind``, in words ``place``, where it was allocated,
         in the names of a program, ``of`` the part of a layer with experts, ``bytes``, ``tensors`` and
         ``share`` of the peak."""
-        meanings = {"words": partial(in_program_words, program=program), "of_experts": part_of_experts}
+        words = partial(in_program_words, program=program)
         about = {"peak": self.anatomy.peak_memory_bytes, "experts": has_experts(self.cell)}
-        return TABLES.records("part", self.anatomy.parts, **meanings, **about)
+        return TABLES.records("part", self.anatomy.parts, words=words, **about)
 
     @property
     def shown_by_nvidia_smi(self) -> int:
@@ -197,20 +197,3 @@ def in_program_words(module: str, program: str) -> str:
         if (path := ".".join(parts[:end])) in names:
             return str(names[path])
     return module
-
-
-def part_of_experts(kind: str, module: str, experts: bool) -> str:
-    """The part of a layer with experts that a part of a peak belongs to, such as "router"; "" for others.
-
-    Args:
-        kind: the kind of memory, such as "activations".
-        module: the module that allocated the part.
-        experts: whether the model has routed experts.
-    """
-    if not experts or ".mlp" not in module or module.endswith(("mlp_norm", "mlp_end")):
-        return ""
-    if ".mlp.router" in module:
-        return "router"
-    if ".mlp.shared" in module:
-        return "shared experts"
-    return "dispatch buffers" if kind == "communication_buffers" else "routed experts, dispatch"

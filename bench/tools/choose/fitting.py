@@ -1,26 +1,31 @@
-"""The answer of `spbench fit`: verdicts on its cells, changes that help the fullest cell, and the largest
-sizes. Also a rank's memory as a snapshot like those of ``torch.cuda.memory._dump_snapshot``, for PyTorch's
-viewer (https://pytorch.org/memory_viz) and for ``torch.cuda._memory_viz``."""
+"""`spbench fit`: verdicts on its cells, changes that help the fullest cell, and the largest sizes; and its
+output: the verdict and changes that help, or with `--budget` the chosen switches, then the parts of the
+memory, and details."""
 
-import pickle
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell, SearchRequest
+from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.progress import Progress
+from spbench.bench.command_line.record_forms import memory_table
 from spbench.bench.errors import UserError
-from spbench.bench.files import cache_folder, write_whole
+from spbench.bench.files import cache_folder
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.choose.anatomy import attempt, examine, trace_stage
+from spbench.bench.tools.choose.anatomy import write_snapshot
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Say, Task, within
-from spbench.bench.tools.choose.fit_verdict import Verdict
+from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict, ranks_text, settings_of
+from spbench.bench.tools.choose.look import attempt, examine, trace_stage
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, BudgetPlan, Proofs, plan_budget, prove
-from spbench.bench.tools.choose.subject import Subject, model_line, slow_words, subject
+from spbench.bench.tools.choose.subject import Subject, subject, taken, text_on, tokens_of_rank
+from spbench.bench.tools.jobs.flag_changes import flag_changes
+from spbench.bench.tools.jobs.job_files import given_values
 from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the progress that tracing the cells makes, if changes are tried afterwards
@@ -56,11 +61,7 @@ class Fitting:
         all."""
         return min(
             self.verdicts,
-            key=lambda each: (
-                each.fits,
-                each.certainty.word == "fits",
-                each.memory.spare_bytes,
-            ),
+            key=lambda each: (each.fits, each.certainty.word == "fits", each.memory.spare_bytes),
         )
 
     @property
@@ -98,7 +99,7 @@ def fitting(
     suggest: bool,
     longest: bool,
     budget_bytes: int | None = None,
-    examined_first: Callable[[Fitting], None] = lambda answer: None,
+    keep: Callable[[str], None] = lambda text: None,
 ) -> Fitting:
     """Examine the cells that command-line words name, and try what would help.
 
@@ -109,7 +110,7 @@ def fitting(
         suggest: try more changes, even if the fullest cell fits.
         longest: search for the largest sizes.
         budget_bytes: bytes that the fullest rank may need, for which switches are chosen; None: no budget.
-        examined_first: takes the verdicts before changes or sizes are tried.
+        keep: takes the lines on the fullest cell before changes or sizes are tried.
 
     Raises:
         UserError: the words name nothing, or no cell can run.
@@ -125,7 +126,7 @@ def fitting(
         answer = Fitting(about, verdicts, others)
         fullest, proofs, sizes, plan = answer.fullest, None, None, None
         if suggest or longest or budget_bytes is not None or not fullest.fits:
-            examined_first(answer)
+            keep("\n".join(_verdict_lines(answer)))
         if budget_bytes is not None:
             plan = plan_budget(fullest.cell, budget_bytes, asking, within(say, _EXAMINED, 1))
         elif suggest or not fullest.fits:
@@ -134,7 +135,8 @@ def fitting(
             behind = _EXAMINED if proofs is None else 1.0
             say("looking for the longest length and the largest micro-batch", behind)
             sizes = largest(fullest.cell, asking)
-    return Fitting(about, verdicts, others, proofs, sizes, plan, advise_command(words, fullest.cell, asked))
+    command = advise_command(words, fullest.cell, asked)
+    return replace(answer, proofs=proofs, sizes=sizes, plan=plan, advise=command)
 
 
 def largest(cell: Cell, asking: Asking) -> dict[str, int | None]:
@@ -161,12 +163,12 @@ def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
     """
     batch, seq_len = cell.shape
     own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
-    parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
-    parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
-    parts += [f"--given {shlex.quote(f'{name}={value}')}" for name, value in asked.given.items()]
-    return " ".join(
-        ["spbench advise", *parts, *([f"--set {shlex.quote(measure.written(own))}"] if own else [])]
-    )
+    options = [*(("--model", word) for word in words), ("--cluster", cell.cluster)]
+    sizes = {"--gpus": cell.sizes.world, "--seq-len": seq_len, "--batch": batch}
+    options += [(flag, str(size)) for flag, size in sizes.items()]
+    options += [("--given", f"{name}={value}") for name, value in asked.given.items()]
+    options += [("--set", measure.written(own))] if own else []
+    return shlex.join(["spbench", "advise", *(word for option in options for word in option)])
 
 
 def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
@@ -174,7 +176,7 @@ def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, 
     cells = about.cells
     tasks = [Task(cell, examine) for cell in cells]
     beside = stages_beside(cells, asking.jobs)
-    say(f"tracing a step of {model_line(cells[0], about.name)}{slow_words(cells[0])}", 0)
+    say(f"tracing a step of {text_on('model', cells[0], about.name)}{text_on('slow', cells[0])}", 0)
     outcomes: dict[str, Outcome] = {}
     for task, outcome in asking([*beside[:1], *tasks, *beside[1:]]):
         if task.run is examine:  # it reads the traces of stages, or meets their errors
@@ -203,93 +205,146 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     ]
 
 
-#: the first address of a snapshot, like those of a card
-_BASE = 0x7F0000000000
-
-
-def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
-    """Write a snapshot of a rank's memory over set-up and the traced steps; returns the path.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    with measure.keeping_traces():
-        log = measure.trace_rank(cell, rank, events=measure.can_time(cell)).memory
-    return write_whole(path, pickle.dumps(snapshot(log, measure.allocator_of(cell))))
-
-
-def snapshot(
-    log: measure.MemoryLog, kind: type[measure.CachingAllocator] = measure.CachingAllocator
-) -> dict[str, Any]:
-    """The snapshot of a log: its events, and its segments at the end, with the blocks of an allocator of
-    class ``kind`` on a card without a limit. In place of a stack trace it names a storage's kind, module and
-    phase; ``time_us`` is the number of the event."""
-    allocator, kinds, streams = kind(), log.categories(), log.streams or [0] * len(log.sizes)
-    held: dict[int, Any] = {}
-    frames: dict[int, list[dict[str, Any]]] = {}
-    storages: dict[int, int] = {}
-    events: list[dict[str, Any]] = []
-
-    def note(action: str, at: int, number: int, address: int, nbytes: int) -> None:
-        stream, of = streams[number], frames[number]
-        place = {"addr": _BASE + address, "size": nbytes, "stream": stream, "frames": of, "time_us": at}
-        events.append({"action": action, **place})
-
-    for at, event in enumerate(log.events):
-        number = abs(event) - 1
-        nbytes = log.sizes[number]
-        if event < 0 and number in held:
-            block = held.pop(number)
-            for action in ("free_requested", "free_completed"):
-                note(action, at, number, block.address, nbytes)
-            del storages[block.address]
-            allocator.give_back(block)
-        elif event > 0 and nbytes:
-            reserved = allocator.reserved
-            held[number] = block = allocator.take(nbytes, streams[number])
-            module = log.place_names[log.places[number]] if log.places else ""
-            step, phase = log.step_of(at), log.phase_of(at)
-            words = (kinds[number], module, f"{phase} of step {step}" if step else phase)
-            frames[number] = [{"name": word, "filename": "spbench", "line": 0} for word in words if word]
-            storages[block.address] = number
-            if allocator.reserved > reserved:
-                note("segment_alloc", at, number, block.address, allocator.reserved - reserved)
-            note("alloc", at, number, block.address, nbytes)
-    segments = []
-    for blocks in allocator.segments():
-        stream, small = allocator.pool_of(blocks[0][0])
-        pool = {"stream": stream, "segment_type": "small" if small else "large"}
-        pool["is_expandable"] = kind is measure.ExpandableSegments
-        segments.append({**_segment(blocks, storages, log.sizes, frames), **pool})
-    return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
-
-
-def _segment(
-    blocks: list[tuple[int, int, bool]],
-    storages: Mapping[int, int],
-    sizes: list[int],
-    frames: Mapping[int, list[dict[str, Any]]],
-) -> dict[str, Any]:
-    allocated = sum(nbytes for _, nbytes, free in blocks if not free)
-    total = sum(nbytes for _, nbytes, _ in blocks)
-    shown = [
-        {
-            "address": _BASE + address,
-            "size": nbytes,
-            "requested_size": 0 if free else sizes[storages[address]],
-            "state": "inactive" if free else "active_allocated",
-            "frames": [] if free else frames[storages[address]],
-        }
-        for address, nbytes, free in blocks
+def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
+    """The answer for people and programs; with ``must_fit`` the exit code is 1 if a cell is not sure to
+    fit."""
+    fullest, proofs, program = answer.fullest, answer.proofs, answer.subject.job
+    backend, meanings = fullest.cell.training.backend, _meanings(answer)
+    past = (measure.past_errors(backend, quantity) for quantity in ("peak", "reserved"))
+    errors = [*filter(None, past)]
+    model, said = text_on("model", fullest.cell, answer.subject.name), answer.subject.said
+    sections: list[Table | str] = [
+        "\n".join([*_verdict_lines(answer), TABLES.text("first_change", answer, **meanings)]),
+        f"{model}\n{text_on('taken', fullest.cell, said=said)}",
     ]
+    if len(answer.verdicts) + len(answer.others) > 1:
+        sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
+    numbers = [{"memory": what, **of} for what, of in TABLES.record("bytes", fullest).items()]
+    title = "Memory of the fullest ranks: what is needed decides"
+    sections += [*_help(answer), Table(title, numbers, ("GiB", "memory"), below=("of",))]
+    lines = TABLES.text("held", fullest), text_on("experts", fullest.cell), TABLES.text("on_host", fullest)
+    sections += filter(None, lines)
+    title = f"What holds the peak ({fullest.moment_in(program)})"
+    parts = TABLES.table("parts", title, fullest.peak_parts(program))
+    # if the fullest does not fit, changes that help take the place of the parts of its memory
+    details: list[Table | str] = []
+    (sections if fullest.fits else details).append(parts)
+    timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
+    work = measure.priced_by_in_words([each.measurement for each in timed])
+    sections += filter(None, [TABLES.text("priced_by", work=work)])
+    details.append(memory_table({fullest.cell.key: fullest.measurement}))
+    details.append("\n".join(f"beside real machines: {each}" for each in errors))
+    details.append(f"not modelled: {'; '.join(TABLES.forms['not_modelled'])}")
+    cells = TABLES.records("verdict", answer.verdicts, ranks=ranks_text)
+    cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
+    anatomy = {name: value for name, value in asdict(fullest.anatomy).items() if name != "curve"}
+    of_step = {"priced_by": fullest.measurement.get("priced_by") or []}
+    content = TABLES.record(
+        "fit",
+        answer,
+        cells=cells,
+        detail={"cell": fullest.cell.key, **anatomy, **of_step, "by_class": fullest.measurement["by_class"]},
+        errors=[vars(each) for each in errors],
+        not_modelled=TABLES.forms["not_modelled"],
+        model=model,
+        taken={each["what"]: each for each in taken(fullest.cell, said)},
+        tokens_of_rank=tokens_of_rank(fullest.cell),
+        files=[str(path) for path in files],
+        **meanings,
+    )
+    code = int(must_fit and not answer.surely_fits)
+    return Output(sections, content, cells, (), answer.subject.remarks, files, code, details)
+
+
+def _verdict_lines(answer: Fitting) -> Iterator[str]:
+    """Lines on the fullest cell: whether it fits and by how much, why that is unsure, and its peak."""
+    texts = (TABLES.text(n, answer.fullest, program=answer.subject.job) for n in ("fits", "tight", "peak"))
+    return filter(None, texts)
+
+
+def _cells_table(answer: Fitting) -> Table:
+    table = TABLES.table("cells", "Which cells fit", answer.verdicts, program=answer.subject.job)
+    others = [
+        dict(zip(table.lines[0], (c.key, "-", "", "", reason), strict=True)) for c, reason in answer.others
+    ]
+    return replace(table, lines=[*table.lines, *others])
+
+
+def _help(answer: Fitting) -> Iterator[Table | str]:
+    """The sections on changes that help, on the largest sizes that fit, and on the switches that were tried
+    for a budget, each alone."""
+    meanings = _meanings(answer, lack=True)
+    if (proofs := answer.proofs) is not None:
+        if proofs.fitting:
+            what = "take less memory" if answer.fullest.fits else "make it fit"
+            title = f"Changes that {what}, the fastest first ({TABLES.text('tried', proofs)})"
+            yield TABLES.table("changes", title, proofs.fitting, **meanings)
+        elif proofs.closest is not None:
+            yield TABLES.text("closest", proofs.closest, **meanings)
+        yield f"for another layout: {answer.advise}"
+    if answer.sizes is not None:
+        yield TABLES.text("largest", answer)
+    if (plan := answer.plan) is not None and plan.alone:
+        title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
+        yield TABLES.table("switches", title, plan.alone, **meanings)
+
+
+def _meanings(answer: Fitting, lack: bool = False) -> dict[str, Callable[[Verdict], Any]]:
+    """The functions of a verdict on a changed cell that forms call; ``lack``: see :func:`flags_of`."""
+    plan = answer.plan
+    before = plan.before if plan else answer.fullest
+
+    def argument(verdict: Verdict) -> str:
+        """The change in the arguments of the job's program, or else in the words of ``--set``."""
+        return flags_of(answer, verdict) or f"--set {shlex.quote(settings_of(verdict))}"
+
     return {
-        "device": 0,
-        "address": _BASE + blocks[0][0],
-        "total_size": total,
-        "allocated_size": allocated,
-        "active_size": allocated,
-        "requested_size": sum(each["requested_size"] for each in shown),
-        "segment_pool_id": (0, 0),
-        "frames": [],
-        "blocks": shown,
+        "set": settings_of,
+        "enough": plan.fits if plan else lambda verdict: verdict.measurement["status"] == "ok",
+        "price": lambda verdict: verdict.price(before),
+        "flags": lambda verdict: flags_of(answer, verdict, lack),
+        "argument": argument,
     }
+
+
+def flags_of(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
+    """The change in the arguments of the job's program; "" if there are none, but with ``lack`` a sentence on
+    what the program lacks."""
+    job = answer.subject.job
+    flags = flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
+    if flags is not None and flags.missing and lack:
+        return f"{flags.program.split()[0]} has no {'; no '.join(flags.missing)}"
+    return str(flags or "")
+
+
+def fit(
+    subject: Sequence[str],
+    cluster: str | None,
+    gpus: int | None,
+    strategy: str | None,
+    micro_batch: int | None,
+    changes: Sequence[tuple[str, str]],
+    given: Sequence[str],
+    where: Sequence[tuple[str, str]],
+    variant: str | None,
+    suggest: bool,
+    longest: bool,
+    budget: int | None,
+    figure: Path | None,
+    snapshot: Path | None,
+    must_fit: bool,
+    jobs: int | None,
+    **sizes: int | None,
+) -> Output:
+    """The output of `spbench fit`; the arguments are the options of that command, ``sizes`` those of
+    --seq-len, --batch and ranks along axes."""
+    own = {name if name in ("seq_len", "batch") else f"sizes.{name}": size for name, size in sizes.items()}
+    settings = {name: size for name, size in own.items() if size is not None} | measure.given(changes)
+    asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant, given_values(given))
+    if must_fit and longest:
+        raise UserError(
+            "--must-fit judges the sizes as they are, and --longest looks for others; leave one out"
+        )
+    with Progress() as progress:
+        answer = fitting(subject, asked, progress.at, jobs, suggest, longest, budget, progress.keep)
+    return report(answer, answer.written(figure, snapshot), must_fit)

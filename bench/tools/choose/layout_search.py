@@ -9,7 +9,6 @@ its micro-batches are off, and corrects the order. The search ends when no layou
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 
@@ -28,7 +27,7 @@ from spbench.bench.tools.choose.candidates import (
     TOO_SLOW,
     Bar,
     Candidate,
-    candidates,
+    Candidates,
 )
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.fit_verdict import has_experts
@@ -37,7 +36,7 @@ from spbench.bench.tools.choose.learned import SAME_STEP, UNKNOWN, Waiting
 from spbench.bench.tools.choose.possible import absence, why_impossible
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.references import references, savings_of
-from spbench.bench.tools.choose.whole_looks import WholeLooks, changes_beside, cheaper_savings
+from spbench.bench.tools.choose.whole_looks import LookedAt, changes_beside, cheaper_savings
 
 #: how many layouts are traced with few layers at once, for each worker
 _AT_ONCE = 3
@@ -60,7 +59,7 @@ _SIMPLER = 4
 _PEAK = attrgetter("peak")
 
 
-class Search(WholeLooks):
+class Search(LookedAt):
     """The search for one question; the module's docstring says how.
 
     Args:
@@ -129,8 +128,7 @@ class Search(WholeLooks):
         estimates = Estimates(
             question.cell, question.gpus, *references(question, self.asking, savings, self.behind.ended)
         )
-        every = candidates(question, estimates, savings, refused, self.usable, counts, bar=self.bar)
-        self.every = [*every]
+        self.every = [*Candidates(question, estimates, savings, refused, self.usable, counts, self.bar)]
         if not self.every:
             reasons = ", or ".join(dict.fromkeys(refused.values()))
             reason = reasons or "no backend or setting can be traced"
@@ -292,15 +290,13 @@ def answered(
             begun, cpu_s = time.monotonic(), time.process_time() + asking.cpu_s
             search = Search(each, asking, say_here)
             try:
-                answer = Advice(each, search.run())
+                result = search.run()
             except UserError as error:
                 if len(questions) == 1:
                     raise
-                answer = Advice(each, ranking.SearchResult(impossible=str(error)))
-            if winner := answer.winner:
-                answer = replace(answer, prices=search.prices(winner))
-            if asked_about:
-                why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
-                answer = replace(answer, absence=why)
+                result = ranking.SearchResult(impossible=str(error))
+            winner, of_search = Advice(each, result).winner, (search.every, search.too_large, search.bar)
+            prices = search.prices(winner) if winner else ()
+            why = absence(each, result, asked_about, *of_search) if asked_about else ()
             cpu_s = time.process_time() + asking.cpu_s - cpu_s
-            yield replace(answer, seconds=time.monotonic() - begun, cpu_s=cpu_s)
+            yield Advice(each, result, time.monotonic() - begun, cpu_s, prices, why)

@@ -1,5 +1,5 @@
-"""What workers trace for `spbench advise`: the step time and the peak of a cell, from traces of fewer layers
-and micro-batches.
+"""What workers measure. For `spbench advise` :func:`look`: the step time and the peak of a cell, from traces
+of fewer layers and micro-batches; for `spbench fit` :func:`examine` and :func:`attempt`.
 
 Each further layer, and each further micro-batch once the pipeline is full, adds the same time and bytes to a
 step, so time and bytes follow from traces of two depths and two numbers of micro-batches. :func:`deep_peak`
@@ -10,6 +10,7 @@ many micro-batches are traced: the peak lacks a rank's inputs of the others (les
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Literal
 
@@ -18,7 +19,7 @@ import numpy as np
 from spbench.bench import measure
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Measurement, Outcome
-from spbench.bench.tools.choose.anatomy import ANATOMY, fullest
+from spbench.bench.tools.choose.anatomy import ANATOMY, anatomy, fullest
 from spbench.bench.tools.choose.asking import COST, Asking, Task
 from spbench.bench.units import GIB
 from spbench.impls import Unsupported, backend_class, model_preset
@@ -267,3 +268,55 @@ def _activation_bytes(log: measure.MemoryLog) -> int:
     live = np.cumsum(log.signed_bytes() * counted[np.abs(np.asarray(log.events)) - 1])
     spans = (span for name, span in log.spans() if name in ("forward", "backward"))
     return max((int(live[span].max(initial=0)) for span in spans), default=0)
+
+
+# -- `spbench fit` ------------------------------------------------------------------------------------------
+
+#: a changed cell is not traced whole if its guessed peak is more than this many times the card's memory
+_PLAINLY_TOO_MUCH = 1.1
+
+
+def examine(cell: Cell) -> Measurement:
+    """Measure a cell, with its step time even if it does not fit; ``meters`` have the :class:`Anatomy` of the
+    class of ranks that needs the largest card.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes.
+    """
+    short = measure.ShortSteps()
+    measurement, traces = measure.measured(cell, short, also_too_large=True)
+    at, least = fullest(traces)
+    ranks, log = traces.classes[at], traces.traces[at].memory
+    if traces.of_all is not None:  # the log has fewer micro-batches
+        log = measure.stage_traces(cell, [ranks], events=False, short=short)[0].memory
+    stage = ranks.stage.index if ranks.stage.count > 1 else None
+    taken_apart = anatomy(log, measure.allocator_of(cell), least, ranks.ranks, stage)
+    measurement.meters = {**measurement.meters, ANATOMY: asdict(taken_apart)}
+    return measurement
+
+
+def trace_stage(cell: Cell, stage: int) -> Measurement:
+    """Trace the first rank of a stage; the trace is kept on disk, for :func:`examine` of the cell."""
+    ranks = next(each for each in measure.rank_classes(cell) if each.stage.index == stage)
+    measure.trace_of_class(cell, ranks, events=measure.can_time(cell))
+    return Measurement()
+
+
+def attempt(cell: Cell) -> Measurement:
+    """Search if the cell asks for a search, else :func:`examine` it. If the guessed peak of the first class
+    of ranks exceeds the card by 10%, returns the status oom with that peak, and traces no more."""
+    if cell.search is not None:
+        return measure.run_cell(cell)
+    usable = measure.usable_memory_bytes(cell)
+    if usable is not None:
+        # where no guess can be put together, this is the whole trace, which is kept on disk for `examine`
+        guess = measure.trace_of_class(
+            cell, measure.rank_classes(cell)[0], events=measure.can_time(cell), effort="guess"
+        )
+        peak = guess.memory.peak().nbytes
+        if peak > _PLAINLY_TOO_MUCH * usable:
+            reason = f"needs about {peak / GIB:.0f} GiB"
+            return Measurement(
+                status="oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
+            )
+    return examine(cell)

@@ -4,11 +4,13 @@ advise --why tp=16`."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
+from spbench.bench.command_line.output import Table
 from spbench.bench.tools.choose.candidates import Bar, Candidate, figures_of, kind_of_layout
 from spbench.bench.tools.choose.estimates import Estimates
+from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.layouts import (
     Layout,
     Refused,
@@ -21,15 +23,14 @@ from spbench.bench.tools.choose.layouts import (
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import SearchResult
 from spbench.bench.tools.choose.references import has_stages
-from spbench.bench.units import GIB, shown_price
 from spbench.impls import MESH_AXES, PLUS
 
 #: the most changes that are named, and the most batches that are tried
 _NAMED, _VALUES = 3, 6
+#: the most layouts for --why, unless --details asks for all
+_REASONS = 3
 #: a batch that is larger or smaller by this factor would rather be another job
 _ANOTHER_JOB = 1.5
-#: the words after a time or memory that comes from a trace of few layers
-BY_FEW = ", by a trace of few layers"
 NO_STAGES = "no backend that is searched has stages of a pipeline"
 
 
@@ -61,19 +62,8 @@ def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
     refused = Refused()
     if possible(question, refused):
         return ""
-    cell = question.cell
-    reasons = {*refused.values()}
-    if len(reasons) == 1:
-        reason = f": {reasons.pop()}"
-    elif reasons:
-        reason = f" for {cell.batch} sequences of {cell.seq_len} tokens"
-    else:
-        reason = " as it is asked"
     ways_out = [*islice(_ways_out(question, kept), _NAMED)]
-    text = f"no layout of {question.gpus} GPUs is possible{reason}"
-    if ways_out:
-        return f"{text}; one is {', or '.join(ways_out)}"
-    return f"{text}, and no single change of what was asked that was tried makes one possible"
+    return TABLES.text("impossible", question, reasons=[*{*refused.values()}], ways_out=ways_out)
 
 
 def left_out_by_length(question: Question, traced: Collection[str]) -> str:
@@ -182,19 +172,6 @@ def _lengths(question: Question) -> list[int]:
 # -- why some layouts are absent -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Absence:
-    """Why the layouts of ``--why`` are not named among the best.
-
-    Attributes:
-        lines: ``layout`` and ``why`` of each layout that was traced or is impossible, the fastest first.
-        sentence: on all these layouts, or on those that were not traced; "" if each has its line.
-    """
-
-    lines: Sequence[Mapping[str, str]]
-    sentence: str
-
-
 def absence(
     question: Question,
     result: SearchResult,
@@ -202,25 +179,22 @@ def absence(
     every: Sequence[Candidate] = (),
     too_large: float = math.inf,
     bar: Bar | None = None,
-) -> Absence:
-    """Why no layout with these ranks along axes is named.
+) -> list[Table | str]:
+    """Sections on why no layout with these ranks along axes is named: a table of the layouts that were traced
+    or are impossible, the fastest first, and a sentence on all others.
 
     Args:
         every: the candidates of the search.
         too_large: estimated bytes above which nothing is traced.
         bar: of the candidates.
     """
-    named = spelled(asked_about)
+    named = ", ".join(f"{axis}{n}" for axis, n in asked_about.items())
     if reason := _cannot_be(question, asked_about):
-        return Absence((), f"no layout with {named} can be: {reason}")
+        return [f"no layout with {named} can be: {reason}"]
     best_s = result.best[0].step_s if result.best else None
     traced = [each for each in result.traced if _has(each.cell.sizes.by_axis, asked_about)]
-    lines = []
-    for seen in sorted(traced, key=lambda each: (not each.fits, each.step_s)):
-        why = f"needs {seen.peak / GIB:.1f} GiB"
-        if seen.fits:
-            why = f"takes {shown_price(seen.step_s / (best_s or seen.step_s))}"
-        lines.append({"layout": str(seen), "why": why + ("" if seen.exact else BY_FEW)})
+    traced.sort(key=lambda each: (not each.fits, each.step_s))
+    lines = TABLES.records("absent", traced, best_s=best_s)
     wanted = {f"{axis}{n}" for axis, n in asked_about.items() if n > 1}
     lines += [
         {"layout": what, "why": reason}
@@ -235,12 +209,9 @@ def absence(
         kind = kind_of_layout(layout.way.strategy, layout.sizes)
         if _has(layout.sizes, asked_about) and kind not in kinds:
             far[kind] = least_s
-    return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")
-
-
-def spelled(asked_about: Mapping[str, int]) -> str:
-    """Ranks along axes in words, such as "tp16, dp4"."""
-    return ", ".join(f"{axis}{n}" for axis, n in asked_about.items())
+    table = Table(f"Layouts with {named}", lines, most=_REASONS)
+    untraced = [_untraced(left, far, named, best_s, too_large)] if left or far else []
+    return [*([table] if lines else []), *untraced]
 
 
 def _has(sizes: Mapping[str, int], asked_about: Mapping[str, int]) -> bool:
@@ -270,12 +241,12 @@ def _untraced(
     that are no candidates, by kind."""
     layouts = {*(each.kind for each in left), *far}
     small = [each for each in left if each.estimated_bytes <= too_large]
-    head = f"not traced, of those with {named}: {len(layouts)}, by the estimate"
-    if not small and not far:
-        least_bytes = min(each.estimated_bytes for each in left)
-        return f"{head} too large, the smallest with {least_bytes / GIB:.3g} GiB"
-    large = len(layouts) - len({*(each.kind for each in small), *far})
-    against = "" if best_s is None else f" (the fastest that was traced: {best_s:.3g} s)"
-    least_s = min([*(each.estimated_s for each in small), *far.values()])
-    words = [head, f"{large} too large, the others" if large else "", f"not faster than {least_s:.3g} s"]
-    return " ".join(filter(None, words)) + against
+    return TABLES.text(
+        "untraced",
+        named=named,
+        layouts=len(layouts),
+        large=len(layouts) - len({*(each.kind for each in small), *far}),
+        least_bytes=min((each.estimated_bytes for each in left), default=None),
+        least_s=min([*(each.estimated_s for each in small), *far.values()], default=None),
+        best_s=best_s,
+    )

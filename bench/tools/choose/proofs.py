@@ -21,9 +21,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure import written
 from spbench.bench.tools.choose import suggestions
-from spbench.bench.tools.choose.anatomy import attempt, examine, peaks_by_phase
+from spbench.bench.tools.choose.anatomy import peaks_by_phase
 from spbench.bench.tools.choose.asking import Asking, Run, Say, Task, unheard, within
 from spbench.bench.tools.choose.fit_verdict import Verdict
+from spbench.bench.tools.choose.look import attempt, examine
 
 #: share of the progress that single changes make, if pairs follow
 _SINGLE = 0.7

@@ -187,7 +187,7 @@ def question(
         raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
     # reading a job's file may need the number of GPUs; a model's cell has one rank
     ranks = asked.gpus if kind == "job" else None
-    about = subject(words, Asked(asked.cluster, ranks, None, settings, given=asked.given))
+    about = subject(words, replace(asked, gpus=ranks, settings=settings))
     distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in about.cells}
     if len(distinct) > 1:
         raise UserError(

@@ -1,9 +1,8 @@
-"""The cells that a search has looked at: the closest look at each, how many layouts had each outcome, floors
-of a time, and the order in which the best layouts are named: first ties with the fastest, the simplest
-first, then the others."""
+"""Looks at cells of a search, how many layouts had each outcome, floors of a time, and the order in which the
+best layouts are named: first ties with the fastest, the simplest first, then the others."""
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +10,10 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import load_cluster, packaged_model
-from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
 from spbench.bench.tools.choose.candidates import kind_of_layout
-from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict, has_experts
+from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
-from spbench.bench.tools.choose.learned import Learned
-from spbench.bench.tools.choose.look import Depth, looks
-from spbench.bench.tools.choose.question import Question
+from spbench.bench.tools.choose.look import Depth
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.impls import Place
 
@@ -184,93 +180,10 @@ def complexity(cell: Cell) -> tuple[int, ...]:
     return things, axes, cell.training.virtual_stages, settings + (cell.mesh is not None)
 
 
-#: for a model with experts, whose ranks along ep can be raised at little cost, a layout that takes a larger
-#: share of a card by a trace of few layers does not count as fitting, unless no other layout fits
-_FULL = 0.95
-
-
-class LookedAt:
-    """The cells that a search for one question has looked at.
-
-    Args:
-        asking: the workers that trace cells.
-        say: takes the current work in words, and the share of the search that is done.
-
-    Attributes:
-        seen: the closest look at each cell of the search, by the cell's key.
-        learned: what traces taught, such as which strategies take the same steps as others.
-    """
-
-    def __init__(self, question: Question, asking: Asking, say: Say = unheard):
-        self.question, self.asking, self.behind = question, asking, Behind(say)
-        self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
-        self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
-        self.result, self.seen, self.learned = SearchResult(), dict[str, Seen](), Learned()
-        #: by strategy, ratios of step times by traces of all layers to those by traces of few
-        self._longer: dict[str, list[float]] = {}
-
-    def looked_at(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
-        """Look at cells, and keep each look in place of earlier looks at the same cell; returns the looks.
-        Cells that cannot run are counted and left out."""
-        seen = []
-        for cell, outcome in looks(self.asking, cells, depth, self.behind.ended):
-            if outcome.status == "unsupported":
-                self.result.refused.setdefault(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
-                self.result.counts["cannot be run"] += 1
-                self.seen.pop(cell.key, None)
-            else:
-                if depth == "all_layers" and (few := self.seen.get(cell.key)):
-                    ratio = outcome.measurement["step_time_s"] / few.step_s
-                    self._longer.setdefault(cell.strategy, []).append(ratio)
-                self.seen[cell.key] = Seen(cell, outcome.measurement, depth=depth)
-                seen.append(self.seen[cell.key])
-        return seen
-
-    def fitting(self) -> list[Seen]:
-        """The cells that fit and for which the program has arguments, the fastest first. With experts, a cell
-        that hardly fits by a trace of few layers counts only if there are no others; see :data:`_FULL`."""
-        seen = [s for s in self.seen.values() if s.fits and self.question.runs(s.cell)]
-        if has_experts(self.question.cell):
-            seen = [s for s in seen if s.exact or s.peak <= _FULL * self.usable] or seen
-        return sorted(self.learned.without_same(seen), key=self._least_whole_s)
-
-    def _least_whole_s(self, seen: Seen) -> float:
-        """The least seconds of a step that a trace of all layers will give: if two or more cells of the
-        strategy took longer by all layers than by few (the host falls behind), this cell will too."""
-        ratios = self._longer.get(seen.cell.strategy, ())
-        return seen.step_s * (min(ratios) if not seen.exact and len(ratios) > 1 else 1.0)
-
-    def best_layouts(self) -> list[Seen]:
-        """The best layout for each strategy and mesh, the fastest first."""
-        return self._best_of(lambda seen: seen.kind)
-
-    def best_strategies(self) -> list[Seen]:
-        """The best layout for each strategy, the fastest first."""
-        return self._best_of(lambda seen: seen.cell.strategy)
-
-    def _best_of(self, kind: Callable[[Seen], Hashable]) -> list[Seen]:
-        """For each kind of cells, the simplest of those about as fast as the fastest; the fastest first."""
-        of_kinds, seconds = defaultdict[Hashable, list[Seen]](list), self._least_whole_s
-        for seen in self.fitting():
-            of_kinds[kind(seen)].append(seen)
-        best = []
-        for alike in of_kinds.values():
-            as_fast = [each for each in alike if seconds(each) <= TOSS * seconds(alike[0])]
-            best.append(min(as_fast, key=lambda each: complexity(each.cell)))
-        return sorted(best, key=seconds)
-
-
 #: the collective in which a rank sends to each other rank, so that a share of the bytes leaves the node
 _TO_EACH = "all_to_all"
 #: messages from a rank to the next rank, which leave a node by one network card
 _TO_NEXT = ("send", "recv")
-
-
-def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the model's FLOPs (without recomputation) at the peak rate of the card's datasheet; None:
-    the datasheet has no rate for this precision."""
-    utilization, step_s = measurement["mfu"], measurement["step_time_s"]
-    return None if utilization is None else float(utilization * step_s)
 
 
 def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:

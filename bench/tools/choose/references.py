@@ -44,6 +44,11 @@ class Depths:
         """The part of the number that is in no layer, such as embedding and head."""
         return max(0.0, self.one - self.layer)
 
+    def of_stage(self, layers: float, stages: int) -> float:
+        """The number for ``layers`` over several pipeline stages; the first and the last have half the ends
+        each."""
+        return self.layer * layers / stages + self.ends * (1 if stages == 1 else 0.5)
+
 
 @dataclass(frozen=True)
 class Reference:

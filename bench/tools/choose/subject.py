@@ -15,7 +15,6 @@ from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.suggestions import micro_batch_of, usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job
-from spbench.bench.units import shown_count
 from spbench.impls import MESH_AXES, model_preset, nesting, ranks_along, set_options, unused_axes
 
 #: training options of a cell made from a model's name: two steps, because Adam makes its moments in the first
@@ -186,8 +185,6 @@ def _checked(cell: Cell, micro_batch: int | None) -> Cell:
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
 
 
-#: how many experts a rank has, each with parameters of its own, when a trace takes minutes
-_MANY = 4096
 #: axes along which a layer's weights are split and its tokens are not
 _OF_WEIGHTS = ("tp",)
 
@@ -213,45 +210,25 @@ def taken(cell: Cell, said: Collection[str]) -> list[dict[str, Any]]:
     return [each for name, each in entries.items() if name not in said and each["value"] != ""]
 
 
-def model_line(cell: Cell, name: str = "") -> str:
-    """One line on the model: its parameters, how many of these are active for a token (if it has routed
-    experts), and its layers.
+def text_on(form: str, cell: Cell, name: str = "", said: Collection[str] = ()) -> str:
+    """A text on a cell and its model; "": the form has nothing to say of the cell.
 
     Args:
+        form: "model" (its parameters, how many of these are active for a token, and its layers), "experts"
+            (the share of parameters in routed experts, and how many a rank has), "slow" (a warning that many
+            experts with parameters of their own make a trace take minutes) or "taken" (the defaults).
         name: the model's name to show; "": the name in the cell.
+        said: dotted names of the settings that were given, which are not listed as "taken".
     """
-    model: Any = model_preset(*cell.model_arguments)
-    every, idle = measure.model_parameters(cell), 0.0
-    if experts := getattr(model, "experts", 0):
-        routed = model.parameters(model.padded_vocabulary(1))["experts"]
-        idle = routed * (1 - model.experts_per_token / experts)
-    active = f", {shown_count(every - idle)} of them active" if experts else ""
-    layers = f", {model.layers} layers" if hasattr(model, "layers") else ""
-    return f"the model {name or cell.model}: {shown_count(every)} parameters{active}{layers}"
-
-
-def slow_words(cell: Cell) -> str:
-    """A warning that many experts with parameters of their own make a trace take minutes; "" for others."""
-    model: Any = model_preset(*cell.model_arguments)
-    own = 0 if getattr(model, "stacked_experts", True) else model.experts * model.layers
-    many = own // cell.sizes.by_axis.get("ep", 1) // cell.sizes.pp
-    return f"; {many:,} experts of their own on a rank take minutes" if many >= _MANY else ""
-
-
-def experts_line(cell: Cell) -> str:
-    """One line on routed experts: their share of the parameters, and how many a rank has; "" without
-    experts."""
-    model: Any = model_preset(*cell.model_arguments)
-    if not getattr(model, "experts", 0):
-        return ""
-    counts = model.parameters(model.padded_vocabulary(1))
-    own = model.experts // cell.sizes.by_axis.get("ep", 1)
-    share = counts["experts"] / counts["elements"]
-    return f"routed experts: {share:.0%} of parameters; {own} of {model.experts} in each layer are on a rank"
-
-
-def taken_line(cell: Cell, said: Collection[str]) -> str:
-    """One line that lists the settings of a cell that have their defaults."""
-    parts = ", ".join("{what} {value} ({flag})".format_map(each) for each in taken(cell, said))
-    left = f"taken where nothing was said: {parts}" if parts else "every setting was said"
-    return f"{left}; tokens of a micro-batch on a rank: {tokens_of_rank(cell)}"
+    model = model_preset(*cell.model_arguments)
+    return TABLES.text(
+        form,
+        cell,
+        name=name or cell.model,
+        preset=model,
+        elements=measure.model_parameters(cell),
+        experts=getattr(model, "experts", 0),
+        ep=cell.sizes.by_axis.get("ep", 1),
+        taken=taken(cell, said),
+        tokens=tokens_of_rank(cell),
+    )

@@ -1,26 +1,33 @@
-"""The end of a search: the layouts that the answer names are traced with all layers, memory switches that
-they can do without are dropped, and each setting of the layout named first gets a price."""
+"""The cells that a search has looked at, and its end: the layouts that the answer names are traced
+with all layers, memory switches that they can do without are dropped, and each setting of the layout named
+first gets a price."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure import ATTENTION, cannot_run, changed, load_cluster, written
+from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
 from spbench.bench.tools.choose.candidates import ordered
+from spbench.bench.tools.choose.fit_verdict import has_experts
 from spbench.bench.tools.choose.layouts import folds_anew, other_folds, settings_of, switch_of
-from spbench.bench.tools.choose.look import looks
+from spbench.bench.tools.choose.learned import Learned
+from spbench.bench.tools.choose.look import Depth, looks
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.ranking import NAMED, TOSS, LookedAt, Seen, ranked, simpler
+from spbench.bench.tools.choose.ranking import NAMED, TOSS, SearchResult, Seen, complexity, ranked, simpler
 from spbench.bench.tools.choose.suggestions import Change, cells_of, dotted
 from spbench.impls import FOLDED_AXES, backend_class, model_preset
 
+#: for a model with experts, whose ranks along ep can be raised at little cost, a layout that takes a larger
+#: share of a card by a trace of few layers does not count as fitting, unless no other layout fits
+_FULL = 0.95
 #: how many of the fastest layouts are traced with all layers, whether the answer names them or not
 _WHOLE = 2
 #: the most stages of a pipeline with which other settings are priced: with more stages, one price takes as
@@ -28,13 +35,77 @@ _WHOLE = 2
 _FEW_STAGES = 4
 
 
-class WholeLooks(LookedAt):
-    """The cells that a search has looked at, the best of which are traced with all layers."""
+class LookedAt:
+    """The cells that a search for one question has looked at, the best of which are traced with all layers.
 
-    @cached_property
-    def _beside(self) -> dict[str, Seen | None]:
-        """By key, looks at changed cells of the best layouts; None: the cell cannot run."""
-        return {}
+    Args:
+        asking: the workers that trace cells.
+        say: takes the current work in words, and the share of the search that is done.
+
+    Attributes:
+        seen: the closest look at each cell of the search, by the cell's key.
+        learned: what traces taught, such as which strategies take the same steps as others.
+    """
+
+    def __init__(self, question: Question, asking: Asking, say: Say = unheard):
+        self.question, self.asking, self.behind = question, asking, Behind(say)
+        self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
+        self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
+        self.result, self.seen, self.learned = SearchResult(), dict[str, Seen](), Learned()
+        #: by strategy, ratios of step times by traces of all layers to those by traces of few
+        self._longer: dict[str, list[float]] = {}
+        #: by key, looks at changed cells of the best layouts; None: the cell cannot run
+        self._beside: dict[str, Seen | None] = {}
+
+    def looked_at(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
+        """Look at cells, and keep each look in place of earlier looks at the same cell; returns the looks.
+        Cells that cannot run are counted and left out."""
+        seen = []
+        for cell, outcome in looks(self.asking, cells, depth, self.behind.ended):
+            if outcome.status == "unsupported":
+                self.result.refused.setdefault(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
+                self.result.counts["cannot be run"] += 1
+                self.seen.pop(cell.key, None)
+            else:
+                if depth == "all_layers" and (few := self.seen.get(cell.key)):
+                    ratio = outcome.measurement["step_time_s"] / few.step_s
+                    self._longer.setdefault(cell.strategy, []).append(ratio)
+                self.seen[cell.key] = Seen(cell, outcome.measurement, depth=depth)
+                seen.append(self.seen[cell.key])
+        return seen
+
+    def fitting(self) -> list[Seen]:
+        """The cells that fit and for which the program has arguments, the fastest first. With experts, a cell
+        that hardly fits by a trace of few layers counts only if there are no others; see :data:`_FULL`."""
+        seen = [s for s in self.seen.values() if s.fits and self.question.runs(s.cell)]
+        if has_experts(self.question.cell):
+            seen = [s for s in seen if s.exact or s.peak <= _FULL * self.usable] or seen
+        return sorted(self.learned.without_same(seen), key=self._least_whole_s)
+
+    def _least_whole_s(self, seen: Seen) -> float:
+        """The least seconds of a step that a trace of all layers will give: if two or more cells of the
+        strategy took longer by all layers than by few (the host falls behind), this cell will too."""
+        ratios = self._longer.get(seen.cell.strategy, ())
+        return seen.step_s * (min(ratios) if not seen.exact and len(ratios) > 1 else 1.0)
+
+    def best_layouts(self) -> list[Seen]:
+        """The best layout for each strategy and mesh, the fastest first."""
+        return self._best_of(lambda seen: seen.kind)
+
+    def best_strategies(self) -> list[Seen]:
+        """The best layout for each strategy, the fastest first."""
+        return self._best_of(lambda seen: seen.cell.strategy)
+
+    def _best_of(self, kind: Callable[[Seen], Hashable]) -> list[Seen]:
+        """For each kind of cells, the simplest of those about as fast as the fastest; the fastest first."""
+        of_kinds, seconds = defaultdict[Hashable, list[Seen]](list), self._least_whole_s
+        for seen in self.fitting():
+            of_kinds[kind(seen)].append(seen)
+        best = []
+        for alike in of_kinds.values():
+            as_fast = [each for each in alike if seconds(each) <= TOSS * seconds(alike[0])]
+            best.append(min(as_fast, key=lambda each: complexity(each.cell)))
+        return sorted(best, key=seconds)
 
     def look_whole(self) -> None:
         """Trace with all layers the layouts that the answer names or compares with these, and drop memory

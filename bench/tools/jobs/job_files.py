@@ -161,6 +161,8 @@ def read_job(
     for file in given.files if not jobs and kind is None else ():
         if other := other_program(file, "text"):
             raise file.wrong(other)
+    if len(jobs) > 1:
+        jobs.pop("megatron", None)  # its arguments are those of programs that contain it too
     if len(jobs) != 1:
         every = f"kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"

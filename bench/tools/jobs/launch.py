@@ -250,8 +250,8 @@ def options_of(words: Sequence[str], table: ArgumentTable, problems: list[str]) 
         name = name.replace("-", "_")
         several = name in table.arguments and "list" in table.arguments[name].takes
         while not equals and rest and not rest[0].startswith("--"):
-            if texts and not several and unknown_in(rest[0]):
-                break  # what follows a value may be further arguments
+            if texts and not several and unknown_in(rest[0]) and "/" not in rest[0]:
+                break  # what follows a value may be further arguments, but for a path
             texts.append(rest.pop(0))
         yield from _value(name, "true" if not texts else " ".join(texts), table, problems)
 

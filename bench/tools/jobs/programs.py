@@ -234,9 +234,13 @@ def _of_script(kind: str, files: JobFiles) -> Account | None:
     if (launch := program_launch(files, content["launch"])) is None:
         return None
     problems: list[str] = []
+    if files.gpus is not None:
+        counts = {*content["launch"].get("counts", "").split()}
+        kept = [word for word in launch.arguments if word.partition("=")[0].lstrip("+") not in counts]
+        launch = replace(launch, arguments=kept)
     values, is_older = values_of_launch(launch, content, table, problems)
-    kept = [(name, value) for name, value in values.items() if _counts(name, table)]
-    account = key_account(table, kept, overrides=files.environment)
+    counted = [(name, value) for name, value in values.items() if _counts(name, table)]
+    account = key_account(table, counted, overrides=files.environment)
     account.environment = launch.environment
     account.problems += problems
     account.facts |= {"gpus": launch.gpus, "older": is_older}

@@ -40,21 +40,9 @@ GROUPED_FILE = "grouped_errors.csv"
 #: roles of numbers to which nothing was fitted
 COUNTED = ("predicted", "inferred")
 #: in words, the evidence of the rates of each class
-RESTS_ON = {
-    "sourced": "benchmarks of the same kernels and links",
-    "extrapolated": "the same kernel or link at another length, mask, head size or number of ranks",
-    "transferred": "the rate of another card, kernel or host",
-    "substituted": "no measurement of the kind: attention priced as a matmul, a link by its datasheet",
-    "fitted": "a scalar of the cluster, fitted to other published steps of the same model and strategy",
-    "fitted elsewhere": "a scalar of the cluster, fitted to steps of another model or strategy",
-    "datasheet": "datasheets alone",
-} | dict.fromkeys(STOOD_IN, "rates as above, of another program")
+RESTS_ON = TABLES.forms["evidence"] | dict.fromkeys(STOOD_IN, "rates as above, of another program")
 #: kinds of groups that cross-validation leaves out of the intervals, one group at a time, with their names
-LEFT_OUT: dict[LeftOut, str] = {
-    "source": "who measured",
-    "machine": "accelerator",
-    "kernel": "attention kernel",
-}
+LEFT_OUT: Mapping[LeftOut, str] = TABLES.forms["left out in turn"]
 #: groups of this many times or more are named if a smaller share than this lies within the intervals
 GROUP, TOO_FEW = 10, 0.6
 #: the quantity in which layouts are compared, for one sample of the batch

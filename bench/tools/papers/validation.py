@@ -19,7 +19,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure import Evidence, Filled, kinds_of
 from spbench.bench.tools.papers import comparison, sources
 from spbench.bench.tools.papers.megatron_cases import CASES, GOLDEN_FILES, MEMORY
-from spbench.bench.tools.papers.paper_findings import ROLES, Line, absolute_errors, distinct
+from spbench.bench.tools.papers.paper_findings import ROLES, TABLES, Line, absolute_errors, distinct
 from spbench.bench.tools.papers.past_errors import COUNTED, DATASHEETS, counted_times, log_errors
 from spbench.bench.units import difference, error_percent
 from spbench.plots.series import grouped
@@ -30,12 +30,7 @@ _LADDER = "alst"
 _PRICE = re.compile(r"(?P<machine>.+), (?P<rung>[^,]+) over (?P<base>[^,]+), (?P<step>[^,]+)")
 
 #: names of quantities for readers
-QUANTITY_NAMES = {
-    "peak_memory_gib": "peak memory",
-    "allocated_memory_gib": "memory after a step",
-    "reserved_memory_gib": "reserved memory",
-    "step_time_ms": "step time",
-}
+QUANTITY_NAMES: Mapping[str, str] = TABLES.forms["quantities"]
 
 
 def records_by_source(records: DataFrame) -> dict[sources.MeasuredSource, DataFrame]:

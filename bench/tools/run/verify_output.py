@@ -199,8 +199,9 @@ def _explanations(wrong: Sequence[measure.Verdict]) -> Iterator[str]:
         row = next((row for row in mine if row["explanation"]), mine[0])
         names = ("strategy", "model", "variant", "part", "mesh", "dtype")
         case = " ".join(str(row[name]) for name in names if row[name])
-        unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", measure.EQUAL))]
-        compared = measure.EQUAL if any(each["bytes"] == measure.EQUAL for each in mine) else NOT_COMPARED
+        equal = measure.VerifyRow.EQUAL
+        unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", equal))]
+        compared = equal if any(each["bytes"] == equal for each in mine) else NOT_COMPARED
         where = row["verdict"].split(": ")[0] if row["verdict"] else row["reason"]
         lines = [where, *row["explanation"].splitlines(), f"bytes sent: {'; '.join(unequal) or compared}"]
         yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in lines)])
@@ -233,7 +234,7 @@ def _count(status: str, rows: Sequence[measure.Verdict]) -> int | None:
 def _bytes_of(rows: Sequence[measure.Verdict]) -> str | None:
     """A text on how many cases have bytes that differ from the closed forms; None if none was compared."""
     compared = [row["bytes"] for row in rows if row["bytes"]]
-    unequal = sum(each != measure.EQUAL for each in compared)
+    unequal = sum(each != measure.VerifyRow.EQUAL for each in compared)
     if not compared:
         return None
     return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, SearchRequest, Sizes, TrainingOptions
-from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.engine import Candidates
 from spbench.bench.measure.engines.run_cell import run_cell
@@ -205,8 +205,7 @@ def test_limit_between_two_steps(tmp_path: Path) -> None:
 def test_nothing_is_traced_for_a_limit_below_the_smallest_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tracing, virtual):
-        monkeypatch.setattr(module, "trace", lambda *args, **settings: pytest.fail("traced"))
+    monkeypatch.setattr(tracing, "trace", lambda *args, **settings: pytest.fail("traced"))
     search = SearchRequest(quantity="seq_len", step=8, limit=20)
     with pytest.raises(Unsupported, match="steps of 24, above the limit 20"):
         largest_that_fits(searching(tmp_path, 2000, RSA, 3, search))

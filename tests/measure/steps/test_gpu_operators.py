@@ -149,3 +149,14 @@ def of_streams():
 
 def test_streams_of_a_gpu_can_be_made_and_named():
     assert measure_step(of_streams, world_size=1, cluster="dgx-h100").measurement.status == "ok"
+
+
+def test_a_step_sees_a_gpu_and_tells_tensors_apart():
+    def train():
+        x, y = (torch.ones(4, 4, device="cuda") for _ in range(2))
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == 8
+        assert x.data_ptr() == x.view(16).data_ptr() != y.data_ptr()
+        return lambda: x @ y
+
+    assert measure_step(train, world_size=16, cluster="dgx-h100").measurement.flops["all"] == 16 * 2 * 4**3

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import tests.impls.models.huggingface as published
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.stacks import RankError
-from spbench.bench.measure.verify.cases import EQUAL, VerifyRow, verify_case, verify_cases
+from spbench.bench.measure.verify.cases import VerifyRow, verify_case, verify_cases
 from spbench.bench.measure.verify.explanation import explain_values, unequal_calls
 from spbench.bench.measure.verify.judged import discrepancies, relative_errors
 from spbench.bench.measure.verify.verified_run import Case, VerifiedRun
@@ -254,7 +254,7 @@ def test_the_first_rows_are_explained_and_no_green_one(pool: RankPool) -> None:
     asked: Any = {"parts": ["attention", "model"], "model_options": {"layers": 1}, "explain": 1}
     rows = [*verify_cases(["ulysses"], [CAUSAL], [2], pool=pool, **asked)]
     assert {row.explanation for row in rows} == {""}
-    assert {row.bytes for row in rows if row.part == "model" and row.status == "green"} == {EQUAL}
+    assert {row.bytes for row in rows if row.part == "model" and row.status == "green"} == {VerifyRow.EQUAL}
 
 
 def test_what_a_rank_raises_is_a_line_beside_its_traceback(pool: RankPool) -> None:

@@ -12,7 +12,6 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.trust.bands import packaged_model
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.advise_report import report, turns, varying
-from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.ranking import NAMED, SearchResult, Seen, complexity, settings_beside, simpler
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.tools.choose.whole_looks import price as price_of
@@ -187,10 +186,10 @@ def test_an_answer_fits_a_screen() -> None:
         )
     ]
     prices = [price(f"model_options.loss_tile={2048 + n}", best[0], 20.0, 50) for n in range(6)]
-    absence = Absence((), "no layout with tp2 can be: made up")
+    absence = ["no layout with tp2 can be: made up"]
     answer = advice(*best, seen("single", {"dp": 8}, 60.0), prices=prices, absence=absence)
     answer.result.counts.update({"looked at": 523510, "cannot be": 324000, "traced with few layers": 80})
-    output = report([answer], {"tp": 2})
+    output = report([answer])
     assert faults_of(output, most_lines=40) == []
     assert faults_of(output, view=View(wide=True, details=True)) == []
     screen = screen_of(output, 80)

@@ -13,10 +13,10 @@ from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.memory.allocator import CachingAllocator, replay
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.bench.tools.choose import anatomy as module
-from spbench.bench.tools.choose.anatomy import ANATOMY, Part, anatomy, attempt, examine, fullest, least_usable
+from spbench.bench.tools.choose import look as module
+from spbench.bench.tools.choose.anatomy import ANATOMY, Part, anatomy, fullest, least_usable, snapshot
 from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict, ranks_text
-from spbench.bench.tools.choose.fitting import snapshot
+from spbench.bench.tools.choose.look import attempt, examine
 from spbench.bench.units import card_gib
 from tests.measure.engines.cells import write_cluster
 from tests.measure.engines.test_repeating_runs import SHALLOW as MANY

@@ -17,17 +17,15 @@ from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.choose import asking, fitting
-from spbench.bench.tools.choose.anatomy import examine, trace_stage
+from spbench.bench.tools.choose.anatomy import Part
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import COST, Asking, Task
-from spbench.bench.tools.choose.fit_verdict import in_program_words, part_of_experts
+from spbench.bench.tools.choose.fit_verdict import TABLES, in_program_words
 from spbench.bench.tools.choose.fitting import stages_beside
+from spbench.bench.tools.choose.look import examine, trace_stage
 from spbench.bench.tools.choose.subject import (
-    experts_line,
-    model_line,
-    slow_words,
     subject,
-    taken_line,
+    text_on,
     tokens_of_rank,
 )
 from tests.bench.hosts import CrewHere
@@ -186,7 +184,7 @@ def test_text_is_placed_as_programs_do(
     (cell,) = found.cells
     assert cell.strategy_options.get("placement") == placement
     if placement == "zigzag" and OPTION not in settings:
-        assert f"placement zigzag (--set {OPTION})" in taken_line(cell, found.said)
+        assert f"placement zigzag (--set {OPTION})" in text_on("taken", cell, said=found.said)
 
 
 @tabled(__file__, "tokens_of_a_rank_show_what_an_axis_divides")
@@ -203,22 +201,23 @@ def test_a_micro_batch_that_the_job_has_is_not_taken(name: str, said: bool) -> N
     found = subject([str(INPUTS / name)], Asked(cluster="dgx-h100", gpus=8))
     assert ("training.micro_batches" in found.said) is said
     assert (
-        "taken where nothing was said: micro-batch 1" in taken_line(found.cells[0], found.said)
+        "taken where nothing was said: micro-batch 1" in text_on("taken", found.cells[0], said=found.said)
     ) is not said
 
 
 def test_experts_have_a_line() -> None:
     settings = {"seq_len": 1024, "sizes.ep": 8}
     (cell,) = subject(["Qwen/Qwen3-30B-A3B"], Asked("dgx-h100", 16, None, settings)).cells
-    assert experts_line(cell) == ("routed experts: 95% of parameters; 16 of 128 in each layer are on a rank")
+    said = "routed experts: 95% of parameters; 16 of 128 in each layer are on a rank"
+    assert text_on("experts", cell) == said
     assert (
-        model_line(cell, "run.sh")
+        text_on("model", cell, "run.sh")
         == "the model run.sh: 30.5 billion parameters, 3.35 billion of them active, 48 layers"
     )
-    assert slow_words(cell) == ""
-    assert "; 6,144 experts of their own" in slow_words(cell.model_copy(update={"sizes": Sizes(dp=16)}))
+    assert text_on("slow", cell) == ""
+    assert "; 6,144 experts of their own" in text_on("slow", cell.model_copy(update={"sizes": Sizes(dp=16)}))
     (dense,) = subject(["llama3-8b"], Asked("dgx-h100", 16, None, {"seq_len": 1024})).cells
-    assert experts_line(dense) == ""
+    assert text_on("experts", dense) == ""
 
 
 @pytest.mark.parametrize("program", ["", "megatron", "torchtitan", "deepspeed"])
@@ -234,5 +233,7 @@ def test_modules_have_the_words_of_the_program(program: str) -> None:
 
 @tabled(__file__, "parts_of_experts_are_named")
 def test_parts_of_experts_are_named(kind: str, module: str, part: str) -> None:
-    assert part_of_experts(kind, module, experts=True) == part
-    assert part_of_experts(kind, module, experts=False) == ""
+    about = {"peak": 1, "words": str}
+    of_peak = Part(kind, module, 1, 1)
+    assert TABLES.record("part", of_peak, experts=True, **about)["of"] == part
+    assert TABLES.record("part", of_peak, experts=False, **about)["of"] is None

@@ -30,9 +30,8 @@ from spbench.bench.tools.choose import fitting as module
 from spbench.bench.tools.choose import suggestions
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_command import command
-from spbench.bench.tools.choose.fit_report import _help, flags_of
 from spbench.bench.tools.choose.fit_verdict import Verdict
-from spbench.bench.tools.choose.fitting import Fitting
+from spbench.bench.tools.choose.fitting import Fitting, _help, flags_of
 from spbench.bench.tools.choose.proofs import Proofs
 from spbench.bench.tools.choose.subject import Subject, subject
 from spbench.bench.tools.choose.suggestions import Change, single_changes

@@ -270,5 +270,5 @@ def test_what_takes_far_longer_than_five_that_probably_fit_is_no_candidate() -> 
     assert not bar.passes(far, 30.0)
     assert not bar.passes(far, 25.0)
     assert [*bar.far.values()] == [25.0]
-    answer = absence(asked(8), SearchResult(), {"sp": 4}, bar=bar)
-    assert answer.sentence == "not traced, of those with sp4: 1, by the estimate not faster than 25 s"
+    (sentence,) = absence(asked(8), SearchResult(), {"sp": 4}, bar=bar)
+    assert sentence == "not traced, of those with sp4: 1, by the estimate not faster than 25 s"

@@ -19,14 +19,15 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose import suggestions
-from spbench.bench.tools.choose.anatomy import ANATOMY, examine
+from spbench.bench.tools.choose.anatomy import ANATOMY
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Task
-from spbench.bench.tools.choose.candidates import Candidate, candidates, promising
+from spbench.bench.tools.choose.candidates import Candidate, Candidates, promising
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.layouts import Layout, Refused, Way, backend_settings
 from spbench.bench.tools.choose.learned import Learned, Waiting
+from spbench.bench.tools.choose.look import examine
 from spbench.bench.tools.choose.proofs import plan_budget
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import Seen
@@ -48,7 +49,7 @@ def of(question: Question, usable: float = 0.0) -> Sequence[Candidate]:
         for each in backend_settings(question)
     }
     estimates = Estimates(question.cell, question.gpus, REFERENCES, figures)
-    return [*candidates(question, estimates, SAVINGS, Refused(), usable)]
+    return [*Candidates(question, estimates, SAVINGS, Refused(), usable)]
 
 
 def kinds(some: Sequence[Candidate]) -> set[tuple[object, ...]]:

@@ -19,9 +19,9 @@ from spbench.bench.tools.choose.asking import Asking, Task
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.look import look
 from spbench.bench.tools.choose.question import question
-from spbench.bench.tools.choose.ranking import SearchResult, Seen, compute_floor_s, links_floor_s, ranked
+from spbench.bench.tools.choose.ranking import SearchResult, Seen, links_floor_s, ranked
 from spbench.bench.tools.choose.suggestions import dotted
-from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, other_settings, without_switches
+from spbench.bench.tools.choose.whole_looks import LookedAt, other_kernels, other_settings, without_switches
 from tests.bench.hosts import CrewHere
 from tests.grid import data, tabled
 from tests.slow import mostly_slow, slow
@@ -109,7 +109,7 @@ def test_each_other_setting_has_words(options: dict[str, Any]) -> None:
 def lightened(cell: Cell) -> Cell:
     """What is named in place of a layout, the only one that was looked at."""
     answers: Any = Answers(made_up)
-    so_far = WholeLooks(asked(8), answers)
+    so_far = LookedAt(asked(8), answers)
     ((_, outcome),) = answers([Task(cell, look)])
     so_far.seen[cell.key] = Seen(cell, outcome.measurement, depth="few_layers")
     so_far.look_whole()
@@ -187,7 +187,7 @@ def test_prices_are_what_runs_show(case: str, monkeypatch: pytest.MonkeyPatch, k
     settings |= dotted("model_options", options) | dotted("training", training)
     cell = changed(about.cell, settings)
     with Asking() as here:
-        so_far = WholeLooks(about, here)
+        so_far = LookedAt(about, here)
         (layout,) = so_far.looked_at([cell], "all_layers")
         prices = so_far.prices(layout)
     assert check(Advice(about, SearchResult(best=[layout], of_strategies=[layout]), prices=prices)) > 0
@@ -266,5 +266,7 @@ def test_a_card_without_links_has_no_floor_of_them() -> None:
 
 
 def test_the_floor_of_computing_is_that_of_the_datasheet() -> None:
-    assert compute_floor_s({"mfu": 0.4, "step_time_s": 2.0}) == pytest.approx(0.8)
-    assert compute_floor_s({"mfu": None, "step_time_s": 2.0}) is None
+    for mfu, floor_s in ((0.4, 0.8), (None, None)):
+        best = [Seen(asked(8).cell, measured(2.0, mfu=mfu))]
+        (record,) = Advice(asked(8), SearchResult(best=best)).records()
+        assert record["compute_floor_s"] == floor_s

@@ -7,7 +7,7 @@ import pytest
 from spbench.bench.tools.choose import asking, ranking
 from spbench.bench.tools.choose import layout_search as module
 from spbench.bench.tools.choose.asking import Asking
-from spbench.bench.tools.choose.candidates import Candidate, candidates
+from spbench.bench.tools.choose.candidates import Candidate, Candidates
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layout_search import BEST, Search
 from spbench.bench.tools.choose.layouts import Refused
@@ -31,7 +31,7 @@ SETTINGS = {f"model_options.{name}": value for name, value in SIZES.items()}
 def every(question: Question, ask: Asking) -> Sequence[Candidate]:
     savings = module.savings_of(question)
     estimates = Estimates(question.cell, question.gpus, *references(question, ask, savings))
-    return [*candidates(question, estimates, savings, Refused())]
+    return [*Candidates(question, estimates, savings, Refused())]
 
 
 def traced(question: Question, ask: Asking) -> tuple[int, dict[tuple[str, str], float]]:

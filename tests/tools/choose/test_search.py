@@ -15,7 +15,7 @@ from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose import layout_search as module
 from spbench.bench.tools.choose import ranking
 from spbench.bench.tools.choose.asking import Task
-from spbench.bench.tools.choose.candidates import SLOWER, Candidate, candidates
+from spbench.bench.tools.choose.candidates import SLOWER, Candidate, Candidates
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layout_search import BEST, Search
 from spbench.bench.tools.choose.layouts import Refused
@@ -63,7 +63,7 @@ def question() -> Question:
 @cache
 def every() -> Sequence[Candidate]:
     estimates = Estimates(question().cell, question().gpus, REFERENCES, BACKENDS)
-    return [*candidates(question(), estimates, SAVINGS, Refused())]
+    return [*Candidates(question(), estimates, SAVINGS, Refused())]
 
 
 @cache
@@ -125,7 +125,7 @@ def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0
     monkeypatch.setattr(ranking, "TOSS", toss)
     monkeypatch.setattr(module, "references", lambda *given: (REFERENCES, BACKENDS))
     monkeypatch.setattr(module, "savings_of", lambda question: SAVINGS)
-    monkeypatch.setattr(module, "candidates", lambda *given, **named: every())
+    monkeypatch.setattr(module, "Candidates", lambda *given, **named: every())
     made = Search(question(), answers)  # type: ignore[arg-type]
     made.usable = made.most_bytes = answers.usable
     made.too_large = module.FAR_TOO_LARGE * answers.usable

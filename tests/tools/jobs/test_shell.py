@@ -12,8 +12,8 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.tools.choose.anatomy import examine
 from spbench.bench.tools.choose.asked import changed_cluster
+from spbench.bench.tools.choose.look import examine
 from spbench.bench.tools.jobs.argument_tables import program_table
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job

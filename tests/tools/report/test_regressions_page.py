@@ -312,7 +312,8 @@ def test_a_baseline_may_lie_elsewhere(small_results: Path, tmp_path: Path) -> No
     found = gather(tmp_path / "results", None, tmp_path / "mine")
     assert {cell.origin for cell in found.cells} == {"runs"}
     (gate,) = gates(found.baseline, found.results / "runs")
-    assert (gate.base, gate.problem) == (tmp_path / "mine" / gate.scenario, "")
+    assert gate.before is not None
+    assert (gate.before.path, gate.problem) == (tmp_path / "mine" / gate.scenario, "")
     assert gate.judgement is not None
     assert gate.judgement.word == "not worse"
     with pytest.raises(UserError, match=r"--baseline .* is not a folder"):

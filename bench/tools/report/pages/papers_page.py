@@ -3,7 +3,7 @@ methods, errors and machines. And a page for each paper: its tables and claims w
 are not met, and the scenarios' text."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pandas import DataFrame
@@ -44,7 +44,9 @@ _COMPARED = ("llama3-8b", "dgx-h100", "64", "131072")
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """The page index.html, and paper-NAME.html for each paper."""
-    of_question = (lines for lines in kept(gathered.results / FOLDER) if _is_compared(lines[0]))
+    fields = ("model", "cluster", "gpus", "seq_len")
+    questions = kept(gathered.results / FOLDER)
+    of_question = [lines for lines in questions if tuple(lines[0][of] for of in fields) == _COMPARED]
     values = {
         "scatter": gathered.figure("predicted_and_measured", "Ours over the published number, by source"),
         "compared": [drawing("compared", lines) for lines in of_question],
@@ -58,11 +60,6 @@ def pages(gathered: Gathered) -> Iterator[Page]:
     title = "Sequence parallelism, reproduced"
     yield Page("index.html", title, "overview.md", values, order=0, short_title="Overview")
     yield from _pages_of_papers(gathered)
-
-
-def _is_compared(line: Mapping[str, str]) -> bool:
-    """Whether a line of saved answers belongs to the question that the first page shows."""
-    return tuple(line[name] for name in ("model", "cluster", "gpus", "seq_len")) == _COMPARED
 
 
 def _paper(paper: PaperResults) -> dict[str, Any]:

@@ -37,7 +37,6 @@ class Gate:
 
     Attributes:
         scenario: the name of the scenario.
-        base: the folder of the baseline.
         before: the baseline's rows; None: they cannot be read.
         suite: the new results; None: the scenario was not run here, or its results cannot be compared.
         problem: why there is no judgement.
@@ -45,7 +44,6 @@ class Gate:
     """
 
     scenario: str
-    base: Path
     before: Results | None = None
     suite: Suite | None = None
     problem: str = ""
@@ -65,11 +63,6 @@ class Gate:
     def machines(self) -> list[list[str]]:
         """Two lists of the machines that rows name: of the baseline, and of the new results."""
         return [[*filter(None, side.machines)] if side else [] for side in (self.before, self.suite)]
-
-    @property
-    def days(self) -> list[str]:
-        """The days of those commits of the baseline that git knows."""
-        return [day for day in map(day_of, self.commits[0]) if day]
 
     @property
     def table_name(self) -> str:
@@ -108,11 +101,11 @@ def _gate(base: Path, new: Path) -> Gate:
     try:
         if was_run:
             suite = read_suite(new, base)
-            return Gate(base.name, base, suite.base, suite, was_run=True)
+            return Gate(base.name, suite.base, suite, was_run=True)
         how = f"no results here; make them by spbench run --scenario {base.name} --output {new}"
-        return Gate(base.name, base, read_results(base), problem=how)
+        return Gate(base.name, read_results(base), problem=how)
     except UserError as error:
-        return Gate(base.name, base, problem=str(error), was_run=was_run)
+        return Gate(base.name, problem=str(error), was_run=was_run)
 
 
 # -- in a line of the first page -------------------------------------------------------------------------
@@ -170,7 +163,7 @@ def _since_baselines(baselines: Sequence[Gate]) -> Change:
         word = "Not judged" if refused else "Not run"
         return Change(GATES, problem=f"{refused or nothing} ({against})", word=word)
     sums = sum((gate.counts for gate in judged), Counter[str]())
-    days = sorted({day for gate in judged for day in gate.days})
+    days = sorted({day for gate in judged for commit in gate.commits[0] if (day := day_of(commit))})
     since = " and ".join(dict.fromkeys([*days[:1], *days[-1:]]))
     worst = [
         (f"{_short(each.where)}: {each.quantity}", f"{PAGE}#{gate.table_name}")

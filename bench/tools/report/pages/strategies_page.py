@@ -8,6 +8,8 @@ from dataclasses import fields
 from typing import Any
 from urllib.parse import urlencode
 
+from pandas import DataFrame
+
 from spbench.bench.cell import Cell
 from spbench.bench.measure import Verdict, changed_parts, commit_of, read_rows, read_verdicts, verified_code
 from spbench.bench.row import Row
@@ -106,11 +108,8 @@ def _measured(name: str, gathered: Gathered, cells: Sequence[CellResult]) -> Map
     about = {"made": None, "wrong": wrong, "cells": len(cells)}
     if row is None:
         return about
-    cell, lines, shape = (
-        Cell.model_validate(row["cell"]),
-        formula_lines(row),
-        ("model", "batch", "seq_len"),
-    )
+    cell, lines = Cell.model_validate(row["cell"]), formula_lines(row)
+    shape = ("model", "batch", "seq_len")
     beside = [each for each in ran if all(each["cell"][of] == row["cell"][of] for of in shape)]
     sent = f"Bytes that one rank sends in a training step: {_at(cell)}"
     held = f"Memory in GiB of the rank that needs most, at its peak, by what holds it: {_at(cell)}"
@@ -193,18 +192,11 @@ def memory_lines(rows: Iterable[Row]) -> list[Line]:
     ]
 
 
-def time_lines(trace: Mapping[str, Any]) -> list[Line]:
+def time_lines(trace: Mapping[str, Any]) -> list[dict[Any, Any]]:
     """A line for each rank with the parts of its time in a traced step, in ms."""
-    return [
-        {
-            "rank": rank,
-            **{
-                f"{part.removesuffix('_s').replace('_', ' ')} (ms)": seconds / MS
-                for part, seconds in of.items()
-            },
-        }
-        for rank, of in enumerate(trace["otherData"]["by_rank"])
-    ]
+    table = DataFrame(trace["otherData"]["by_rank"]) / MS
+    table.columns = [f"{part.removesuffix('_s').replace('_', ' ')} (ms)" for part in table]
+    return table.rename_axis("rank").reset_index().to_dict("records")
 
 
 # -- verification ----------------------------------------------------------------------------------------
