@@ -48,12 +48,17 @@ def code_digest() -> str:
 def measuring_files(root: Path) -> Iterator[Path]:
     """The Python files that a measurement may run, and their tables, below ``root``, which has the folders
     impls and bench."""
-    yield from (root / "impls").rglob("*.py")
+    yield from strategy_files(root)
     yield from (root / "impls").glob("*.pyi")  # the door: it says from which module a name comes
     for path in chain((root / "bench").rglob("*.py"), (root / "bench" / "measure").rglob("*.yaml")):
         within = path.relative_to(root / "bench")
         if not NOT_MEASURING.intersection(each.as_posix() for each in (within, *within.parents)):
             yield path
+
+
+def strategy_files(root: Path) -> Iterator[Path]:
+    """The Python files and tables of strategies and models: all of impls/ below ``root``."""
+    return chain.from_iterable((root / "impls").rglob(pattern) for pattern in ("*.py", "*.yaml"))
 
 
 def digest_of_files(root: Path, paths: Iterable[Path]) -> str:

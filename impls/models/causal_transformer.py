@@ -18,6 +18,7 @@ from spbench.impls.models.blocks.packing import check_window
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.softmax_options import KERNELS, LatentOptions
+from spbench.impls.models.presets import published
 from spbench.impls.options import check_choices
 
 #: the window for verification, of 24 positions: two chunks of one of four ranks, one chunk of one of three
@@ -190,90 +191,8 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         return {"norms": norms, **({"qk_norm_over": "all"} if self.qk_norm else {})}
 
 
-#: the options that all sizes of Llama 3 share
-_LLAMA_3: Mapping[str, Any] = {
-    "kv_heads": 8,
-    "vocabulary": 128256,
-    "rotary_base": 500_000.0,
-    "norm_epsilon": 1e-5,
-}
-
-#: the options that both sizes of Mixtral share
-_MIXTRAL: Mapping[str, Any] = {
-    "kv_heads": 8,
-    "rotary_base": 1e6,
-    "norm_epsilon": 1e-5,
-    "experts": 8,
-    "experts_per_token": 2,
-    "router_scores": "chosen",
-    "aux_loss": "batch",
-    "aux_weight": 0.02,
-}
-#: the options that both sizes of Qwen3 with experts share
-_QWEN3_MOE: Mapping[str, Any] = {
-    "head_dim": 128,
-    "qk_norm": True,
-    "rotary_base": 1e6,
-    "vocabulary": 151936,
-    "experts": 128,
-    "experts_per_token": 8,
-    "router_normalized": True,
-    "aux_loss": "batch",
-    "aux_weight": 0.001,
-}
-
 PRESETS = {
-    # the sizes of tnl-1b
-    "causal-transformer-1b": CausalTransformerModel(layers=16, hidden=2048, heads=16, inner=5632),
-    # arXiv 2407.21783, table 3
-    "llama3-8b": CausalTransformerModel(**_LLAMA_3, layers=32, hidden=4096, heads=32, inner=14336),
-    "llama3-70b": CausalTransformerModel(**_LLAMA_3, layers=80, hidden=8192, heads=64, inner=28672),
-    "llama3-405b": CausalTransformerModel(**_LLAMA_3, layers=126, hidden=16384, heads=128, inner=53248),
-    # mistralai/Mistral-7B-v0.1's config.json (arXiv 2310.06825, table 1)
-    "mistral-7b-v0.1": CausalTransformerModel(
-        kv_heads=8,
-        vocabulary=32000,
-        norm_epsilon=1e-5,
-        layers=32,
-        hidden=4096,
-        heads=32,
-        inner=14336,
-        window=4096,
-    ),
-    # mistralai/Mixtral-8x7B-v0.1's and 8x22B-v0.1's config.json (arXiv 2401.04088)
-    "mixtral-8x7b": CausalTransformerModel(
-        **_MIXTRAL, layers=32, hidden=4096, heads=32, inner=14336, vocabulary=32000
-    ),
-    "mixtral-8x22b": CausalTransformerModel(
-        **_MIXTRAL, layers=56, hidden=6144, heads=48, inner=16384, vocabulary=32000
-    ),
-    # Qwen/Qwen3-30B-A3B's and 235B-A22B's config.json (arXiv 2505.09388)
-    "qwen3-30b-a3b": CausalTransformerModel(
-        **_QWEN3_MOE, layers=48, hidden=2048, heads=32, kv_heads=4, inner=6144, expert_inner=768
-    ),
-    "qwen3-235b-a22b": CausalTransformerModel(
-        **_QWEN3_MOE, layers=94, hidden=4096, heads=64, kv_heads=4, inner=12288, expert_inner=1536
-    ),
-    # the text model of meta-llama/Llama-4-Scout-17B-16E's config.json. Left out are attention in chunks of
-    # 8,192 positions in three of four layers (the same up to that length), and norms of queries and keys,
-    # which have no weights; every layer has RoPE
-    "llama4-scout": CausalTransformerModel(
-        layers=48,
-        hidden=5120,
-        heads=40,
-        kv_heads=8,
-        inner=8192,
-        vocabulary=202048,
-        rotary_base=500_000.0,
-        norm_epsilon=1e-5,
-        experts=16,
-        experts_per_token=1,
-        expert_weighting="input",
-        shared_inner=8192,
-        router="sigmoid",
-        aux_loss="batch",
-        aux_weight=0.001,
-    ),
+    **published("causal_transformer", CausalTransformerModel),
     # 2, 3 or 4 ranks divide 12 experts
     "moe-tiny": CausalTransformerModel(
         **TINY_SIZES, kv_heads=4, experts=12, experts_per_token=3, expert_inner=24, router_normalized=True

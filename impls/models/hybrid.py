@@ -25,6 +25,7 @@ from spbench.impls.models.blocks.feed_forward import Mlp
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.causal_transformer import CausalTransformerModel
+from spbench.impls.models.presets import published
 from spbench.impls.models.tnl import decay_rates
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Strategy
@@ -170,113 +171,8 @@ class HybridModel(CausalTransformerModel):
 _TINY_STATES: Mapping[str, Any] = {"state_heads": 12, "state_key_heads": 4, "key_size": 4, "value_size": 8}
 _TINY: Mapping[str, Any] = {**TINY_SIZES, **_TINY_STATES}
 
-#: Qwen3-Next's options, but for its experts
-_QWEN3_NEXT: Mapping[str, Any] = {
-    "pattern": "GGGS",
-    "layers": 48,
-    "hidden": 2048,
-    "heads": 16,
-    "kv_heads": 2,
-    "head_dim": 256,
-    "qk_norm": True,
-    "output_gate": True,
-    "rotary_base": 1e7,
-    "rotary_share": 0.25,
-    "vocabulary": 151936,
-}
-#: the options that NVIDIA's Nemotron models share; the models have no position embeddings
-_NEMOTRON: Mapping[str, Any] = {"heads": 32, "mlp": "squared_relu", "position": "none", "value_size": 64} | {
-    "vocabulary": 131072,
-    "norm_epsilon": 1e-5,
-}
-#: the options that both sizes of gpt-oss share
-_GPT_OSS: Mapping[str, Any] = {
-    "pattern": "WS",
-    "window": 128,
-    "sinks": True,
-    "biases": True,
-    "hidden": 2880,
-    "heads": 64,
-    "kv_heads": 8,
-    "head_dim": 64,
-    "inner": 2880,
-    "mlp": "clamped_swiglu",
-    "rotary_base": 150_000.0,
-    "vocabulary": 201088,
-    "norm_epsilon": 1e-5,
-    "experts_per_token": 4,
-    "expert_biases": True,
-    "router_scores": "chosen",
-    "router_linear_bias": True,
-    "aux_loss": "batch",
-    "aux_weight": 0.9,
-}
-
 PRESETS = {
-    # Qwen/Qwen3-Next-80B-A3B-Instruct's config.json, without the layer that predicts a second token
-    "qwen3-next-80b-a3b": HybridModel(
-        **_QWEN3_NEXT,
-        inner=5120,
-        experts=512,
-        experts_per_token=10,
-        expert_inner=512,
-        shared_inner=512,
-        shared_gate=True,
-        router_normalized=True,
-        aux_loss="batch",
-        aux_weight=0.001,
-    ),
-    # Qwen3-Next with an MLP in place of experts, of as many features as the ten experts and the shared expert
-    # of a token have together
-    "qwen3-next-dense": HybridModel(**_QWEN3_NEXT, inner=5632),
-    # openai/gpt-oss-20b's and 120b's config.json (arXiv 2508.10925)
-    "gpt-oss-20b": HybridModel(**_GPT_OSS, layers=24, experts=32),
-    "gpt-oss-120b": HybridModel(**_GPT_OSS, layers=36, experts=128),
-    # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16's config.json
-    "nemotron-3-nano-30b-a3b": HybridModel(
-        **_NEMOTRON,
-        pattern="MEMEMSEMEMEMSEMEMEMSEMEMEMSEMEMEMSEMEMEMEMSEMEMEMEME",
-        layers=29,
-        hidden=2688,
-        kv_heads=2,
-        head_dim=128,
-        inner=1856,
-        state_heads=64,
-        state_key_heads=8,
-        experts=128,
-        experts_per_token=6,
-        shared_inner=3712,
-        router="sigmoid",
-        router_normalized=True,
-        router_scale=2.5,
-        router_bias=True,
-    ),
-    # MiniMax-Text-01 (arXiv 2501.08313, section 2), with an MLP of as many features as a token's two experts
-    # in place of experts, and TransNormerLLM's lightning attention, whose gate has no sigmoid
-    "minimax-01-dense": HybridModel(
-        pattern="LLLLLLLS",
-        layers=80,
-        hidden=6144,
-        heads=64,
-        kv_heads=8,
-        head_dim=128,
-        rotary_base=1e7,
-        rotary_share=0.5,
-        inner=18432,
-        vocabulary=200064,
-        norm_epsilon=1e-5,
-    ),
-    # nvidia/Nemotron-H-8B-Base-8K's config.json (arXiv 2504.03624); without position embeddings
-    "nemotron-h-8b": HybridModel(
-        **_NEMOTRON,
-        pattern="M-M-M-MS-M-M-M-M-MS-M-M-M-M-MS-M-M-M-M-MS-M-M-M-M-M-",
-        layers=28,
-        hidden=4096,
-        kv_heads=8,
-        inner=21504,
-        state_heads=128,
-        state_key_heads=8,
-    ),
+    **published("hybrid", HybridModel),
     "gated-deltanet-tiny": HybridModel(**{**_TINY, "state_key_heads": 12}, pattern="G"),
     "mamba2-tiny": HybridModel(**_TINY, pattern="MM-"),
     "hybrid-tiny": HybridModel(

@@ -32,9 +32,9 @@ _NEAR = 2
 _SHORT_GROUPS = (3, 4)
 #: groups of micro-batches in a short step: the first, the last, and one between them
 _GROUPS = 3
-#: the most forwards that a short step of one run of layers has before its first backward
+#: the turns of a repeating steady state, and of the two ends of a short step in which none repeats
 _FEWEST = 2 * _NEAR
-#: micro-batches of a short step of one run of layers: its warm-up, a repeating steady state, and a last one
+#: the most micro-batches of a short step of one run of layers
 SHORT = 3 * _FEWEST + 1
 #: the number of the stretch (:meth:`RankTurns._stretch`) whose turns are all alike: the steady state
 _ALTERNATES = 2
@@ -49,11 +49,13 @@ class RankTurns:
         begins: whether the step begins with a phase of its own, before the first action.
         gathers: whether a pass gathers weights that the pass before it has not left gathered, so that turns
             depend on the order of passes.
+        counts: whether a turn's host work may depend on how many turns came before, as in ``fully_shard``.
     """
 
     of: Turns
     begins: bool = False
     gathers: bool = False
+    counts: bool = False
 
     @property
     def ahead(self) -> int:
@@ -116,8 +118,11 @@ class RankTurns:
         both, tail = count - ahead, max(0, 2 * ahead - count)
         # a rank that is 0 or 1 forwards ahead has no first forwards that differ from its other forwards
         short = ahead if ahead < _NEAR else _FEWEST
-        if both > ahead + _NEAR:  # forwards and backwards alternate until turns repeat
+        if both > ahead + _NEAR and self.counts:
             micro_batches = SHORT
+        elif both > ahead + _NEAR:  # two warm-ups, a steady state until turns repeat, and a last one
+            short = min(short, _NEAR + 1)
+            micro_batches = 2 * short + _FEWEST + 1
         elif both > ahead:
             micro_batches = count - 2 * (ahead - short)
         else:

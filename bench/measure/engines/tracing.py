@@ -245,8 +245,8 @@ def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort
 
 def _turns(cell: Cell, each: RankClass, micro_batches: int | None = None) -> RankTurns:
     backend = backend_class(cell.training.backend)
-    gathers = "parameters" in (backend.shares_out or ())
-    return RankTurns(turns_of(cell, each.stage, micro_batches), backend.zeroes_in_step, gathers)
+    shares = (name in (backend.shares_out or ()) for name in ("parameters", "gradients"))
+    return RankTurns(turns_of(cell, each.stage, micro_batches), backend.zeroes_in_step, *shares)
 
 
 def _from_short_step(

@@ -25,7 +25,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool, Ranks
 from spbench.bench.measure.verify.cases import LARGEST_HIDDEN, PlannedCase, verify_case
 from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.bench.measured_code import digest_of_files
+from spbench.bench.measured_code import digest_of_files, strategy_files
 from spbench.bench.measurement import Outcome
 
 #: the file in this folder with the digest of the package's code on which verification was green
@@ -172,7 +172,7 @@ def _is_proven(*classes: type) -> bool:
 def package_code() -> str:
     """The digest of the strategies, models and backends of this package, without plug-ins."""
     root = Path(__file__).resolve().parents[3]
-    return digest_of_files(root, (root / "impls").rglob("*.py"))
+    return digest_of_files(root, strategy_files(root))
 
 
 @cache

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
-from spbench.bench.measured_code import digest_of_files
+from spbench.bench.measured_code import digest_of_files, strategy_files
 from spbench.bench.measurement import Count, Number, Signed, Text
 from spbench.bench.row import problem
 from spbench.impls import plugin_files
@@ -118,7 +118,7 @@ def verified_code() -> str:
     """The digest of the Python files that verdicts depend on, at the first call: impls/ and installed
     plug-ins."""
     root = Path(__file__).resolve().parents[3]
-    return digest_of_files(root, [*(root / "impls").rglob("*.py"), *plugin_files()])
+    return digest_of_files(root, [*strategy_files(root), *plugin_files()])
 
 
 def read_verdicts(folder: Path) -> list[Verdict]:
