@@ -195,7 +195,7 @@ def memory_lines(rows: Iterable[Row]) -> list[Line]:
 def time_lines(trace: Mapping[str, Any]) -> list[dict[Any, Any]]:
     """A line for each rank with the parts of its time in a traced step, in ms."""
     table = DataFrame(trace["otherData"]["by_rank"]) / MS
-    table.columns = [f"{part.removesuffix('_s').replace('_', ' ')} (ms)" for part in table]
+    table.columns = [f"{str(part).removesuffix('_s').replace('_', ' ')} (ms)" for part in table]
     return table.rename_axis("rank").reset_index().to_dict("records")
 
 
