@@ -100,10 +100,7 @@ def verify_cases(
     of_models, tiny = dict(model_options or {}), [name for name in impls.all_models() if "-tiny" in name]
     tried = tiny if models is None else models
     presets = {name: impls.set_options(_model(name), of_models, f"model {name}") for name in tried}
-    for dtype in dtypes:
-        if dtype not in impls.PRECISIONS:
-            raise KeyError(f"unknown dtype {dtype!r}; choices: {', '.join(impls.PRECISIONS)}")
-    impls.backend_class(backend)  # before any rank starts
+    _check_known(dtypes, backend)
     settings = {"batch": batch, "seq_len": seq_len, "backend": backend, "options": dict(options or {})}
     settings["backend_options"] = dict(backend_options or {})
     cases = [*_cases(nestings, presets, world_sizes, dtypes, parts, of_models, settings)]
@@ -170,6 +167,14 @@ def _rows(ranks: Ranks, cases: Sequence[PlannedCase], device: str, explain: int)
         )
         reds += [row] if row.status == "RED" else []
         yield row
+
+
+def _check_known(dtypes: Sequence[str], backend: str) -> None:
+    """Raise a KeyError for an unknown dtype or backend before any rank starts."""
+    for dtype in dtypes:
+        if dtype not in impls.PRECISIONS:
+            raise KeyError(f"unknown dtype {dtype!r}; choices: {', '.join(impls.PRECISIONS)}")
+    impls.backend_class(backend)
 
 
 #: the most features of a position; wider models are shrunk, because float64 needs much memory
