@@ -100,11 +100,6 @@ class RatePoint:
         return median(self.samples_s)
 
     @property
-    def is_steady(self) -> bool:
-        """Whether every sample took less than 1.5 times as long as the shortest."""
-        return max(self.samples_s) < 1.5 * min(self.samples_s)
-
-    @property
     def flops_per_s(self) -> float | None:
         """The FLOPs per second of one rank; None for an operation whose FLOPs are not counted."""
         return self.flops / self.seconds if self.flops else None

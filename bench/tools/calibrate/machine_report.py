@@ -175,7 +175,7 @@ def _remarks(machine: Machine, wrong: Sequence[RatePoint]) -> list[str]:
     if wrong:
         which = ", ".join(f"{point.operation} of {point.size}" for point in wrong)
         notes.append(f"WRONG results: {which}; do not trust this machine")
-    unsteady = sum(not point.is_steady for point in machine.points)
+    unsteady = sum(max(each.samples_s) >= 1.5 * min(each.samples_s) for each in machine.points)
     if unsteady:
         notes.append(
             f"of {unsteady} of {len(machine.points)} points a sample took half as long again as another: "
