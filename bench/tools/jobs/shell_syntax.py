@@ -23,7 +23,7 @@ _MARKS = re.compile(f"{_MARK}([\U000f0000-\U000ffffd]*)")
 _SYNTAX = table_content("shell_syntax")
 _WORDS: Sequence[str] = _SYNTAX["words"]
 #: kinds of nodes whose text the shell replaces
-EXPANDED = frozenset[str](_SYNTAX["expanded"])
+EXPANDED: set[str] = {*_SYNTAX["expanded"]}
 #: a function that expands a word of a script
 Word = Callable[[Node], str]
 #: the most digits of a number
