@@ -1,5 +1,5 @@
 """The test files of recorded.json, which were green on exactly this code: of their cases the default run has
-a few, other ones each day.
+a few, other ones for each state of the code.
 
 Only a run that names no path, no word and no mark reads the record, so that `pytest tests` runs all. If the
 code that these files import, a table that they read, Python or torch is another one, all of them run.
@@ -9,7 +9,6 @@ code that these files import, a table that they read, Python or torch is another
 import json
 import platform
 import random
-import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -73,7 +72,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def _draw() -> random.Random:
-    return random.Random(int(time.time()) // 86_400)
+    return random.Random(digest())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -76,6 +76,22 @@ def test_no_other_file_is_larger_than_500_kb() -> None:
     assert large == LARGE
 
 
+def test_a_wheel_has_every_table_of_a_room() -> None:
+    """A table that package-data does not name is found in a checkout, and missing after an install."""
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    lacking = []
+    for file in (
+        path for room in ("bench", "impls", "plots", "scenarios") for path in (ROOT / room).rglob("*")
+    ):
+        if file.is_dir() or file.suffix in (".py", ".pyc"):
+            continue
+        package = next(folder for folder in file.parents if (folder / "__init__.py").exists())
+        name = ".".join(("spbench", *package.relative_to(ROOT).parts))
+        if not any(file.relative_to(package).match(each) for each in (*named["*"], *named.get(name, ()))):
+            lacking.append(file.relative_to(ROOT))
+    assert lacking == []
+
+
 release = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("build", "twine", "setuptools", "pip")),
     reason="needs the extra release, pip and setuptools, as nothing is downloaded",
