@@ -1,7 +1,7 @@
 """Every unit, and every form in which numbers are written for people.
 
 Times, bytes, rates and shares have three significant digits, because more digits would be unfounded. The
-functions that columns of tables use (:class:`command_line.output.Column`) return None for None.
+functions that columns of tables use (:mod:`command_line.record_forms`) return None for None.
 """
 
 import math

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -58,40 +58,6 @@ def for_stream(text: str, stream: TextIO) -> str:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a table, in all forms: people read ``name`` above values formatted by ``shown``, programs
-    read the bare values by ``field``.
-
-    Attributes:
-        name: the head for people, with the unit if the values have none: "peak GiB".
-        field: the name of the value for programs, with its unit: "peak_memory_bytes".
-        shown: formats a value for people, such as :func:`units.gib`; a value of None is a blank.
-        of: takes the value out of an item; None: the item's attribute or key ``field``.
-    """
-
-    name: str
-    field: str
-    shown: Callable[[Any], Any] | None = None
-    of: Callable[[Any], Any] | None = None
-
-    def value(self, item: Any) -> Any:
-        """The bare value of an item in this column, for programs."""
-        if self.of is not None:
-            return self.of(item)
-        return item.get(self.field) if isinstance(item, Mapping) else getattr(item, self.field)
-
-    def text(self, item: Any) -> Any:
-        """The value of an item in this column, formatted for people."""
-        value = self.value(item)
-        return value if self.shown is None or value is None else self.shown(value)
-
-
-def records(columns: Sequence[Column], items: Iterable[Any]) -> list[dict[str, Any]]:
-    """The records of items for programs: the bare values of each item by the columns' fields."""
-    return [{column.field: column.value(item) for column in columns} for item in items]
-
-
-@dataclass(frozen=True)
 class Table:
     """A table for people. A terminal shows the columns that have room, with no word broken and no row
     wrapped; elsewhere the whole table is printed.
@@ -112,13 +78,6 @@ class Table:
     below: Sequence[str] = ()
     folded: Mapping[int, str] = field(default_factory=dict)
     most: int | None = None
-
-    @classmethod
-    def of(cls, title: str, columns: Sequence[Column], items: Iterable[Any], **further: Any) -> Table:
-        """A table with a line for each item; ``further`` are other attributes of the table."""
-        return cls(
-            title, [{column.name: column.text(item) for column in columns} for item in items], **further
-        )
 
 
 class Verbatim(str):

@@ -137,9 +137,8 @@ class SweepProgress(Progress):
         self.now(f"{self.done} of {self.total} cells; now {', '.join(map(_label, self.running))}")
 
 
-def watch(cells: int) -> SweepProgress:
-    """The progress of a sweep of ``cells`` cells."""
-    return SweepProgress(cells)
+#: the progress of a sweep of a number of cells
+watch = SweepProgress
 
 
 def _label(key: str) -> str:

@@ -222,11 +222,6 @@ class Telemetry:
         """How many samples have been taken so far."""
         return len(self._samples)
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether the thread still runs, so that more samples can come."""
-        return self._thread.is_alive()
-
     # -- the thread: all calls of the library ------------------------------------------------------------
 
     def _watch(self) -> None:

@@ -1,11 +1,9 @@
 """The traces of a cell's rank classes, and the measurement of the cell that follows from them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Self
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.card_kernels import RatesUnknown
@@ -52,18 +50,15 @@ def merged(cell: Cell, by_rank: Sequence[Measurement], planned: Plan) -> Measure
 
 def mismatched(measurement: Measurement) -> Measurement:
     """The same measurement, with the status mismatch if meter and closed form disagree."""
-    if measurement.formula_difference:
-        measurement.status, measurement.reason = "mismatch", _mismatch(measurement.formula_difference)
+    if differences := measurement.formula_difference:
+        first = differences[0]
+        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        measurement.status = "mismatch"
+        measurement.reason = (
+            f"{first['phase']} {first['collective']} on rank {first['rank']}: "
+            f"{first['metered_bytes']} bytes, {first['formula_bytes']} by the closed form{more}"
+        )
     return measurement
-
-
-def _mismatch(differences: Sequence[Mapping[str, Any]]) -> str:
-    first = differences[0]
-    more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-    return (
-        f"{first['phase']} {first['collective']} on rank {first['rank']}: {first['metered_bytes']} bytes, "
-        f"{first['formula_bytes']} by the closed form{more}"
-    )
 
 
 @dataclass(frozen=True)
@@ -132,7 +127,7 @@ class ClassTraces:
         """Whether the order of events was recorded, which a step time needs."""
         return all(trace.program is not None for trace in self.traces)
 
-    def without_one(self) -> ClassTraces:
+    def without_one(self) -> Self:
         """These traces with programs of one micro-batch less; see :func:`.tracing.without_one`.
 
         Raises:

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines import distributed, tracing, virtual
 from spbench.bench.measure.engines.class_traces import ClassTraces, mismatched
-from spbench.bench.measure.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import limit_by_host, usable_memory_bytes
@@ -104,17 +103,7 @@ class EmulatedEngine(Engine):
     runs_alone = True
     ends_in_time = True
     on_devices = real_tensors = True
-    heeds = frozenset(
-        {
-            "rank",
-            "timing",
-            "meters",
-            "training.moments",
-            "training.steps",
-            "training.batch_on_device",
-            "training.alloc_retries",
-        }
-    )
+    heeds = distributed.DistributedEngine.heeds | {"rank", "training.alloc_retries"}
 
     def measure(self, cell: Cell) -> Measurement:
         """The memory, communication and step time of one rank.
@@ -149,7 +138,7 @@ def _player(cell: Cell) -> Iterator[Callable[..., Measurement]]:
     with RankPool(1) as process:
 
         def run(function: Callable[..., Any], *args: Any) -> Any:
-            limit = cell.timeout_s or DEFAULT_LIMIT_S
+            limit = cell.timeout_s or distributed.DEFAULT_LIMIT_S
             # Gloo, as NCCL would take memory of the GPU for a group that is left at once
             (result,) = process.run({}, function, *args, timeout_s=limit, device=cell.device, backend="gloo")
             return result
@@ -229,7 +218,7 @@ def _metered(cell: Cell, mesh: DeviceMesh, events: bool = False) -> tuple[Record
     import torch._dynamo  # the optimizer's import of it would keep frames, and what they hold
 
     recorder = Recorder(mesh, events=events, further=meter_classes(cell.meters))
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(distributed.SEED)
     with recorder, no_cyclic_collection():
         training, inputs = record_step(cell, mesh, recorder, generator, _draw_weights)
     return recorder, training, inputs

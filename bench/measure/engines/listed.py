@@ -6,11 +6,9 @@ is put together from smaller traces (of fewer layers, or of stages with other mi
 too. There each entry is a copy of a traced entry, and refers to a copy of the entry that this one refers to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -66,7 +64,7 @@ class Listed:
         references: np.ndarray,
         marks: Iterable[Mark],
         targets: np.ndarray,
-    ) -> Listed:
+    ) -> Self:
         """A list with these marks; marks at one entry stay in their order.
 
         Args:

@@ -49,8 +49,10 @@ class LockstepEngine(Engine):
 
     def check(self, cell: Cell) -> None:
         super().check(cell)
-        if cell.learning is None:
-            _refuse(cell)
+        if cell.learning is None and cell.sizes.pp > 1:
+            raise impls.Unsupported("the engine lockstep compares no pipeline stages", "use pp 1")
+        if cell.learning is None and _has_weights(cell) and cell.training.step == "inference":
+            raise impls.Unsupported("the engine lockstep compares gradients", "leave training.step out")
 
     def measure(self, cell: Cell) -> Measurement:
         """A measurement with :attr:`Measurement.errors`; status numerics if an error is not finite.
@@ -84,14 +86,6 @@ class LockstepEngine(Engine):
 
 def _has_weights(cell: Cell) -> bool:
     return impls.model_preset(*cell.model_arguments).has_weights
-
-
-def _refuse(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for a cell with pipeline stages, or with weights but without a backward."""
-    if cell.sizes.pp > 1:
-        raise impls.Unsupported("the engine lockstep compares no pipeline stages", "use pp 1")
-    if _has_weights(cell) and cell.training.step == "inference":
-        raise impls.Unsupported("the engine lockstep compares gradients", "leave training.step out")
 
 
 def _error(squares: list[Squares]) -> float:

@@ -5,15 +5,13 @@ mesh, a few further ranks. Along an axis on which these run rank 0's program, al
 ranks of every coordinate are traced.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,7 +41,7 @@ from spbench.bench.setting_values import COMPILED, read_model_file
 
 #: steps that are traced; the last counts, because the first makes the optimizer's state
 STEPS = 2
-#: the most coordinates that are traced along an axis on which ranks differ
+#: the most coordinates that are traced along an axis on which ranks differ, evenly spread if not all
 _MOST = 16
 
 
@@ -161,7 +159,7 @@ class StepTraces(ClassTraces):
     @classmethod
     def of(
         cls, cell: Cell, traced: Sequence[StepTrace], ranks: Sequence[Sequence[int]], tried: Sequence[int]
-    ) -> StepTraces:
+    ) -> Self:
         """The traces of classes of ``ranks``; each trace is then that of the first rank of the class."""
         # torch reads either name, also from a step that sets it
         variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -176,7 +174,7 @@ class StepTraces(ClassTraces):
         ]
         return cls(cell, plan_of_step(cell, ranks), traces, traced=traced, tried=tried)
 
-    def on(self, cluster: str) -> StepTraces:
+    def on(self, cluster: str) -> Self:
         """The same step on another cluster."""
         cell = self.cell.model_copy(update={"cluster": cluster})
         return self.of(cell, self.traced, self.ranks, self.tried)
@@ -284,7 +282,8 @@ def step_traces(
         line = np.moveaxis(numbers, axis, 0).reshape(size, -1)[:, 0].tolist()
         few = sorted({size // 2, size - 1} - {0})
         same = all(class_of(line[n]) == of_rank[0] for n in few)
-        along.append([0] if same else _coordinates(size))
+        evenly = np.linspace(0, size - 1, min(size, _MOST)).astype(int)
+        along.append([0] if same else sorted({*evenly.tolist()}))
     program_of = np.zeros(world, dtype=np.int64)
     for corner in product(*along):
         kind = class_of(int(numbers[corner]))
@@ -293,11 +292,6 @@ def step_traces(
         program_of[rank] = kind
     members = [np.flatnonzero(program_of == n).tolist() for n in range(len(traces))]
     return StepTraces.of(cell, traces, members, sorted(done))
-
-
-def _coordinates(size: int) -> list[int]:
-    """The coordinates that are traced along an axis on which ranks differ, evenly spread if not all."""
-    return sorted({*np.linspace(0, size - 1, min(size, _MOST)).astype(int).tolist()})
 
 
 def _alike(one: StepTrace, other: StepTrace) -> bool:

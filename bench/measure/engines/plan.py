@@ -98,12 +98,14 @@ class Plan:
         sizes: the number of ranks along each axis, in the order of the mesh.
         uneven: the cell, if ranks of a class send different amounts, so that ``traffic`` holds only for the
             first rank of each class; else None.
+        has_formula: whether there is a closed form; there is none of a user's step.
     """
 
     classes: list[RankClass]
     traffic: list[list[impls.Traffic]]
     sizes: Mapping[str, int]
     uneven: Cell | None = None
+    has_formula: bool = True
 
     def class_of(self, rank: int) -> RankClass:
         """The class that a global rank belongs to."""
@@ -124,17 +126,19 @@ class Plan:
         self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
     ) -> list[dict[str, Any]]:
         """Rows for each phase, collective and axis in which a rank's meter and the closed form have different
-        bytes; empty if meter and closed form agree exactly.
+        bytes; empty if meter and closed form agree exactly, or there is no closed form.
 
         Args:
             has_values: whether tensors have values; then messages whose bytes depend on values are left out.
         """
+        if not self.has_formula:
+            return []
         unknown = {
             (t.phase, t.collective, self._axis(t)) for t in self.traffic_of(rank) if t.varies and has_values
         }
         expected: Counter[tuple[str, str, str]] = Counter()
         for t in self.traffic_of(rank):
-            expected[t.phase, t.collective, self._axis(t)] += self._sent_bytes(t)  # type: ignore[assignment]
+            expected[t.phase, t.collective, self._axis(t)] += t.sent_bytes(t.group_size(self.sizes))  # type: ignore[assignment]
         metered = meter.sent_bytes_by_axis()
         return [
             {
@@ -152,23 +156,11 @@ class Plan:
     def _axis(self, entry: impls.Traffic) -> str:
         return impls.group_name(entry.axes, self.sizes)
 
-    def _sent_bytes(self, entry: impls.Traffic) -> Fraction:
-        return entry.sent_bytes(entry.group_size(self.sizes))
-
-
-class _PlanOfStep(Plan):
-    """The plan of a user's step, whose closed form nobody knows."""
-
-    def difference(
-        self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
-    ) -> list[dict[str, Any]]:
-        return []
-
 
 def plan_of_step(cell: Cell, ranks: Sequence[Sequence[int]]) -> Plan:
     """The plan of a user's step; ``ranks`` are those of each class."""
     classes = [RankClass(impls.Stage(), {}, tuple(each)) for each in ranks]
-    return _PlanOfStep(classes, [[] for _ in classes], cell.mesh_sizes)
+    return Plan(classes, [[] for _ in classes], cell.mesh_sizes, has_formula=False)
 
 
 def sent_rows(traffic: Sequence[impls.Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:

@@ -2,14 +2,12 @@
 that need less. On its host: the peaks, and whether a node has enough. The tensors of a card can have the
 bytes that CUDA leaves, less the buffers by which NCCL connects ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -46,7 +44,7 @@ def host_peaks(log: MemoryLog) -> list[int]:
             if log.tags.get(number) == PAGEABLE:
                 pageable += change * log.sizes[number]
             else:
-                size = _rounded(log.sizes[number])
+                size = 1 << (log.sizes[number] - 1).bit_length() if log.sizes[number] else 0
                 alive[size] += change
                 if alive[size] > most[size]:
                     most[size] = alive[size]
@@ -54,11 +52,6 @@ def host_peaks(log: MemoryLog) -> list[int]:
             peak = max(peak, pinned + pageable)
         taken.append(peak)
     return taken
-
-
-def _rounded(nbytes: int) -> int:
-    """The least power of two that is not smaller than ``nbytes``; 0 for 0."""
-    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def limit_by_host(
@@ -187,7 +180,7 @@ class RankMemory:
         log: MemoryLog,
         capacity: int | None,
         kind: type[CachingAllocator] = CachingAllocator,
-    ) -> RankMemory:
+    ) -> Self:
         """The memory of a rank, from a replay of its memory log through an allocator.
 
         Args:

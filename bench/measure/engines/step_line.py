@@ -8,12 +8,11 @@ The module also names the class of a simulated time: the worst grade among the r
 step large enough to count.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Self, TypeVar
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster
@@ -79,12 +78,12 @@ class StepNumbers:
     flops: Flops
 
     @classmethod
-    def of(cls, timeline: Timeline) -> StepNumbers:
+    def of(cls, timeline: Timeline) -> Self:
         """The numbers of a timeline."""
         numbers = timeline.step_time_s, timeline.breakdown, timeline.parts, timeline.priced_by
         return cls(*numbers, timeline.flops)
 
-    def on(self, other: StepNumbers, times: float) -> StepNumbers:
+    def on(self, other: Self, times: float) -> Self:
         """This step's numbers plus ``times`` times the differences to ``other``'s numbers; at least 0."""
 
         def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
@@ -100,9 +99,9 @@ class StepNumbers:
             grown(self.priced_by, other.priced_by),
         )
         flops = self.flops.plus(other.flops.plus(self.flops.times(-1)).times(times))
-        return StepNumbers(grown(*step)["step"], *of_both, flops)
+        return type(self)(grown(*step)["step"], *of_both, flops)
 
-    def off(self, other: StepNumbers) -> float:
+    def off(self, other: Self) -> float:
         """The largest difference between a number of this step and of ``other``, as a share of the step."""
         pairs = [(self.step_time_s, other.step_time_s)]
         for mine, theirs in ((self.breakdown, other.breakdown), (self.parts, other.parts)):
@@ -170,7 +169,10 @@ def rates_of_step(
     """
     of_cluster = cluster.rates_of(precision)
     if of_cluster == "fitted":
-        return "fitted" if program in _fitted_to(cluster, precision) else "fitted elsewhere"
+        figures = (figure.fitted_on for _, figure in cluster.sourced)
+        cells = chain(cluster.calibration_of(precision).fitted_on, *figures)
+        own = any(tuple(cell.split("/")[:2]) == program for cell in cells)
+        return "fitted" if own else "fitted elsewhere"
     if of_cluster != "sourced":
         return of_cluster
     for each in priced_by:
@@ -180,10 +182,3 @@ def rates_of_step(
     for each in priced_by:
         shares[each["grade"]] += each["share"]
     return next((grade for grade, least in COUNTS.items() if shares[grade] >= least), of_cluster)
-
-
-def _fitted_to(cluster: Cluster, precision: str) -> set[tuple[str, str]]:
-    """(model, strategy) of each cell to which the scalars and rates of a cluster were fitted."""
-    own = cluster.calibration_of(precision).fitted_on
-    keys = [*own, *(key for _, figure in cluster.sourced for key in figure.fitted_on)]
-    return {(parts[0], parts[1]) for key in keys if len(parts := key.split("/")) > 1}

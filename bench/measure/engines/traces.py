@@ -11,8 +11,6 @@ archive, compressed by zlib, of the trace's arrays, with one entry of JSON for a
 detects damage after which the file would still read as a trace. No pickle is read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -22,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, get_type_hints
+from typing import Any, Self, get_type_hints
 
 import numpy as np
 import torch
@@ -63,13 +61,13 @@ class Trace:
     host_memory: MemoryLog = field(default_factory=MemoryLog)
 
     @classmethod
-    def of(cls, cell: Cell, rank: int, recorder: Recorder) -> Trace:
+    def of(cls, cell: Cell, rank: int, recorder: Recorder) -> Self:
         """The trace of a rank from its recorder, whose ``with`` block has ended."""
         log, on_host = recorder.memory.stop(), recorder.host_memory.stop()
         program = recorder.events.program() if recorder.events is not None else None
         return cls(cell, rank, log, recorder.communication, program, recorder.found(), on_host)
 
-    def same(self, other: Trace) -> bool:
+    def same(self, other: Self) -> bool:
         """Whether two traces have equal memory logs, counts of communication and programs."""
         ours, theirs = self.program, other.program
         return (

@@ -1,7 +1,5 @@
 """The virtual engine: one rank of each class of ranks is traced, and the time of all ranks is simulated."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

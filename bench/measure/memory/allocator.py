@@ -89,16 +89,12 @@ class CachingAllocator:
         self._blocks: dict[int, Block] = {}
         self._next_address = 0
 
-    def malloc(self, nbytes: int, stream: int = 0) -> int:
-        """Allocate ``nbytes`` for kernels of a stream; returns the block's address.
+    def take(self, nbytes: int, stream: int = 0) -> Block:
+        """Allocate ``nbytes`` for kernels of a stream; returns the block, which stays one object until freed.
 
         Raises:
             OutOfMemory: the card has no room even after the cached segments are returned.
         """
-        return self.take(nbytes, stream).address
-
-    def take(self, nbytes: int, stream: int = 0) -> Block:
-        """Allocate as :meth:`malloc`, but return the block, which stays the same object until it is freed."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         pool = stream, size <= SMALL_LIMIT
         block = self._take(size, pool)
@@ -116,7 +112,7 @@ class CachingAllocator:
         return block
 
     def free(self, address: int) -> None:
-        """Free the block at an address that :meth:`malloc` returned."""
+        """Free the block at an address of a block that :meth:`take` returned."""
         self.give_back(self._blocks[address])
 
     def give_back(self, block: Block) -> None:

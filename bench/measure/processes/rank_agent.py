@@ -14,8 +14,6 @@ a process that can connect to the store's port can run code here. Its keys:
 - ``beat/R``, ``host/R``: a number that agent R changes as long as it lives, and the name of its machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -27,7 +25,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch.distributed as dist
 
@@ -58,7 +56,7 @@ class Launched:
     rendezvous: Rendezvous
 
     @classmethod
-    def here(cls) -> Launched:
+    def here(cls) -> Self:
         """The launch of this process, read from its environment.
 
         Raises:

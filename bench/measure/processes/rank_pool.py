@@ -235,18 +235,14 @@ def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
         device_id=torch.device("cuda", local_rank) if job.backend == "nccl" else None,
     )
     mesh = device_mesh(job.sizes, job.device)
-    _wait_for_all(store, job)
+    # wait until all ranks are connected, because others could not connect to a rank that ended
+    if store.add("connected", 1) == job.ranks:
+        store.set("all connected", "")
+    store.wait(["all connected"], timedelta(seconds=job.timeout_s + _LATER_S))
     os.environ[MEET] = "1"
     with exits_refused():
         function, args = pickle.loads(job.work)  # may import files of users
         return function(mesh, *args)
-
-
-def _wait_for_all(store: dist.Store, job: RankJob) -> None:
-    """Wait until all ranks are connected, because others could not connect to a rank that ended."""
-    if store.add("connected", 1) == job.ranks:
-        store.set("all connected", "")
-    store.wait(["all connected"], timedelta(seconds=job.timeout_s + _LATER_S))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -95,7 +95,12 @@ class Narrowing:
         strategies = [name for text in self.strategies for name in cell_names("strategy", text)]
         models = [name for text in self.models for name in cell_names("model", text)]
         packaged = [*names("model"), *{c.model for c in cells if c.model_config_json}]
-        configs = {n for n in models if n not in packaged and _has_sizes(n)}
+        # files, and models on Hugging Face whose sizes are known
+        configs = {
+            n
+            for n in {*models} - {*packaged}
+            if published_model(n) is not None or (names_a_file(n) and lexists(Path(n).expanduser()))
+        }
         check_known("model", [name for name in models if name not in configs], packaged)
         for name in strategies:
             if problem := strategy_problem(name):
@@ -184,11 +189,6 @@ def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
     told = f"attention: not said, so taken: {kernel}, usual on {device.name}; --set {ATTENTION}=..."
     told += " changes it"
     return cell.model_copy(update={"model_options": {**cell.model_options, "attention": kernel}}), told
-
-
-def _has_sizes(name: str) -> bool:
-    """Whether a name is the path of a file, or of a model on Hugging Face whose sizes are known."""
-    return published_model(name) is not None or (names_a_file(name) and lexists(Path(name).expanduser()))
 
 
 def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:

@@ -142,7 +142,11 @@ class Costs:
         self._set_matmuls(program, seconds)
         for events, taken in self._with_own_rates(program):
             seconds[events] = taken
-        return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
+        # a softmax without matmuls is of the attention category, but has the floor of other kernels
+        attends = (program.category == ATTENTION) & (program.flops > 0)
+        least = max(self.cluster.device.attention_floor_s.value or 0.0, self.floor_s)
+        floors = np.where(attends, least, self.floor_s)
+        return np.where(program.kind == KERNEL, np.maximum(seconds, floors), 0.0)
 
     def _set_matmuls(self, program: Program, seconds: np.ndarray) -> None:
         """Put the seconds of matmuls by the card's table, if the card has one, into ``seconds``; lengthen
@@ -203,13 +207,6 @@ class Costs:
         if figure is None:
             raise RatesUnknown(f"{self.cluster.name}: host_memory.{name} is unknown, {what}")
         return figure
-
-    def _floors(self, program: Program) -> np.ndarray:
-        """[events]: the least seconds of each event as a kernel. A softmax without matmuls is of the
-        attention category, but has the floor of other kernels."""
-        attention = self.cluster.device.attention_floor_s.value or 0.0
-        computes = (program.category == ATTENTION) & (program.flops > 0)
-        return np.where(computes, max(attention, self.floor_s), self.floor_s)
 
     def _rates(self, program: Program) -> tuple[np.ndarray, np.ndarray]:
         """([events]: the FLOP/s of each event, by its precision and category, 0 if not known; [events]: the

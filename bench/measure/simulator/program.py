@@ -8,12 +8,10 @@ Sums over a program's kernels are here too: seconds by kind, FLOPs, and the call
 properties on which their rate depends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -67,7 +65,7 @@ class Group:
     stage: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, ranks: Sequence[int], mesh: Mesh, pipeline: int | None = None) -> Group:
+    def of(cls, ranks: Sequence[int], mesh: Mesh, pipeline: int | None = None) -> Self:
         """The kind of group to which the group of these global ranks belongs.
 
         Args:
@@ -323,13 +321,13 @@ class Flops(NamedTuple):
     attention: float
     all: float
 
-    def times(self, number: float) -> Flops:
+    def times(self, number: float) -> Self:
         """These FLOPs times ``number``, for example a number of ranks."""
-        return Flops(*(number * each for each in self))
+        return type(self)(*(number * each for each in self))
 
-    def plus(self, other: Flops) -> Flops:
+    def plus(self, other: Self) -> Self:
         """The sums of these FLOPs and ``other``'s."""
-        return Flops(*(a + b for a, b in zip(self, other, strict=True)))
+        return type(self)(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def flops_of(program: Program, weights: np.ndarray | None = None) -> Flops:

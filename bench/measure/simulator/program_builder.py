@@ -130,21 +130,9 @@ class ProgramBuilder:
         return self._peers.setdefault(by, len(self._peers))
 
     def _communicate(self, kind: int, name: str, nbytes: float, partner: int) -> int:
-        row = (
-            kind,
-            self.named(name),
-            MEMORY_BOUND,
-            nbytes,
-            0.0,
-            len(PRECISION_NAMES) - 1,
-            NO_SHAPE,
-            0.0,
-            ALIGNED,
-            self.host_work,
-            partner,
-        )
+        unpriced = (MEMORY_BOUND, nbytes, 0.0, len(PRECISION_NAMES) - 1, NO_SHAPE, 0.0, ALIGNED)
+        self.rows.append((kind, self.named(name), *unpriced, self.host_work, partner))
         self.host_work = 0
-        self.rows.append(row)
         return len(self.rows) - 1
 
     def program(self) -> Program:

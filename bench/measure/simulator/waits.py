@@ -253,7 +253,7 @@ def rank_events(
         launched: returns the earliest start of an event, see :meth:`HostClock.of_rank`; None: hosts take no
             time.
     """
-    streams = stream_names(program)
+    streams, names = stream_names(program), program.names
     bounds = [first for _, first in program.marks] + [len(program)]
     phases = [""] * bounds[0]
     for (name, first), end in zip(program.marks, bounds[1:], strict=True):
@@ -261,7 +261,7 @@ def rank_events(
     now, step = 0.0, 0
     for event in range(len(program)):
         launch = 0.0 if launched is None else launched(event, now)
-        name, phase = program.names[program.name[event]], phases[event]
+        name, phase = names[program.name[event]], phases[event]
         stream = int(program.stream[event])
         if program.kind[event] == KERNEL and stream == COMPUTE_STREAM:
             if not weights[event]:
@@ -275,8 +275,10 @@ def rank_events(
             if stream == COMPUTE_STREAM:
                 now = float(times.left[step, 0])
                 if now > reached:
-                    words = f"wait for {_waited_for(program, event, streams)}"
-                    yield Event(words, "compute", phase, reached, now - reached)
+                    awaited = int(program.partner[event])  # communication, or the record of a stream
+                    of_stream = program.kind[awaited] == RECORD
+                    what = streams[program.stream[awaited]] if of_stream else names[program.name[awaited]]
+                    yield Event(f"wait for {what}", "compute", phase, reached, now - reached)
         elif program.kind[event] != RECORD:
             begun, ended = float(times.start[step, 0]), float(times.end[step, 0])
             if program.kind[event] == KERNEL:
@@ -300,14 +302,6 @@ def _kernel(program: Program, event: int) -> dict[str, Any]:
     if program.category[event] == MATMUL:
         details["batch, m, n, k"] = program.shape[event].tolist()
     return details
-
-
-def _waited_for(program: Program, wait: int, streams: list[str]) -> str:
-    """The name of the communication, or of the stream, for which a wait waits."""
-    event = int(program.partner[wait])
-    if program.kind[event] == RECORD:
-        return streams[program.stream[event]]
-    return program.names[program.name[event]]
 
 
 def _parties(program: Program, event: int, rank: int) -> dict[str, Any]:

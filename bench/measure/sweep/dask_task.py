@@ -4,13 +4,12 @@ Dask runs tasks in threads, which cannot be ended. So a task starts a :class:`Wo
 runs the cell with the same time limit and memory of its own as in a sweep on one machine.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import platform
 import threading
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.starting import stop_server
@@ -43,7 +42,7 @@ class Installation:
     code: str
 
     @classmethod
-    def here(cls) -> Installation:
+    def here(cls) -> Self:
         """The installation of this machine, with its files as they are now."""
         code_digest.cache_clear()
         return cls(
@@ -58,7 +57,7 @@ class Installation:
             code=code_digest(),
         )
 
-    def difference(self, other: Installation) -> str:
+    def difference(self, other: Self) -> str:
         """How the other installation differs, and the remedy, as the end of a sentence; "" if it does not.
 
         The digest of the code decides, not spbench's version, which an editable checkout may lack.

@@ -12,10 +12,9 @@ import errno
 import fcntl
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import OWN_STEP
@@ -34,7 +33,8 @@ _WORDS = ("bound", "calibration", "rates", "band", "lacks", "routing")
 
 def flat(row: Row) -> dict[str, Any]:
     """A row as one level of plain values, with units in names: the cell's settings, then the measurement with
-    the interval of a simulated time (:func:`with_band`); ``mesh`` is :attr:`Cell.mesh_text`."""
+    the interval of a simulated time (:func:`with_band`) and the results of further meters that are one number
+    or word, by METER.NAME; ``mesh`` is :attr:`Cell.mesh_text`."""
     cell, measured = row["cell"], with_band(row)["measurement"]
     sizes = cell.get("sizes", {})
     searched = (cell.get("search") or {}).get("quantity", "")
@@ -57,22 +57,17 @@ def flat(row: Row) -> dict[str, Any]:
         "priced_by": priced_by_in_words([measured]) or None,
         **{f"last_{name}": loss for name, loss in (losses or [{}])[-1].items()},
         **{f"error_{name}": error for name, error in errors.items()},
-        **_metered(measured.get("meters") or {}),
+        **{
+            f"{meter}.{name}": value
+            for meter, values in (measured.get("meters") or {}).items()
+            for name, value in values.items()
+            if isinstance(value, (int, float, str))
+        },
         "sent_bytes": _sent(None if unmetered else measured.get("communication")),
         "formula_sent_bytes": _sent(None if unknown else measured.get("formula")),
         "reason": row.get("reason", ""),
         "elapsed_s": row.get("elapsed_s"),
         "key": row["key"],
-    }
-
-
-def _metered(meters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The results of further meters that are one number or word, by METER.NAME."""
-    return {
-        f"{meter}.{name}": value
-        for meter, values in meters.items()
-        for name, value in values.items()
-        if isinstance(value, (int, float, str))
     }
 
 
@@ -205,14 +200,13 @@ class ResultsFile:
                 "written to it; choose another --output, or move the file"
             )
         self.rows: dict[str, Row] = {row.key: row for row in rows}
-        self._unfinished = self._ends_inside_a_line()
+        size = os.fstat(self._fd).st_size
+        self._unfinished = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def __enter__(self) -> ResultsFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -263,10 +257,6 @@ class ResultsFile:
         while (aside := self.path.with_suffix(f".{number}.jsonl")).exists():
             number += 1
         return self.path.rename(aside)
-
-    def _ends_inside_a_line(self) -> bool:
-        size = os.fstat(self._fd).st_size
-        return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def _cut_torn_row(self) -> bool:
         """Remove a row at the file's end that a crash has cut short, so that every line is whole again;

@@ -7,8 +7,6 @@ A worker leads a process group that its ranks belong to, so that one signal reac
 goes to a file, whose end becomes part of the row of a failed cell.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
@@ -21,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Self
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engine_class
@@ -216,7 +215,7 @@ class Crew:
 
     def idle(self, at_most: int) -> Worker | None:
         """A worker without a cell, started if there is none; None if ``at_most`` workers are busy."""
-        if len(self._busy()) >= at_most:
+        if len(self.busy) >= at_most:
             return None
         for worker in [worker for worker in self.workers if worker.cell is None]:
             if worker.usable:
@@ -225,18 +224,16 @@ class Crew:
         self.workers.append(Worker())
         return self.workers[-1]
 
-    def _busy(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.cell is not None]
-
     @property
-    def busy(self) -> bool:
-        return bool(self._busy())
+    def busy(self) -> list[Worker]:
+        """The workers that have a cell."""
+        return [worker for worker in self.workers if worker.cell is not None]
 
     def ended(self) -> list[tuple[Cell, Outcome]]:
         """Wait until workers end a cell, die or run out of time; return their cells with the outcomes."""
         outcomes: list[tuple[Cell, Outcome]] = []
         while not outcomes:
-            busy = self._busy()
+            busy = self.busy
             deadlines = [worker.deadline for worker in busy if worker.deadline is not None]
             left = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             wait([worker.connection for worker in busy], left)
@@ -257,7 +254,7 @@ class Crew:
         workers, self.workers = self.workers, []
         end_workers(workers)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

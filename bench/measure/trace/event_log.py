@@ -46,17 +46,10 @@ class Streams:
         self._builder = builder
         #: the next stream's number; the compute stream has the first
         self.numbers = count()
-        self._events: WeakSet[RecordedEvent] = WeakSet()
+        #: the recorded events that a library still holds
+        self.events: WeakSet[RecordedEvent] = WeakSet()
         self.open = False
         self.current = RecordedStream(self)
-
-    def watch(self, event: RecordedEvent) -> None:
-        """Keep a weak reference to an event, which lasts as long as a library holds the event."""
-        self._events.add(event)
-
-    def holds_points(self, first: int) -> bool:
-        """Whether a library still holds an event that was recorded at the program's ``first`` or later."""
-        return any(event.number >= first for event in self._events)
 
     def close(self) -> None:
         """Forget the program, because a library may keep these streams for longer."""
@@ -132,7 +125,7 @@ class RecordedEvent(torch.cpu.Event):
 
     def __init__(self, streams: Streams, *_: Any, **__: Any):
         self._streams, self.number = streams, -1
-        streams.watch(self)
+        streams.events.add(self)
 
     def record(self, stream: RecordedStream | None = None) -> None:
         self.number = self._streams.record(stream or self._streams.current)

@@ -7,15 +7,13 @@ in the order in which forward makes them. The numbers made in each module's call
 number of the running node determines its module. The step gets no hooks, and its graph is not changed.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +132,7 @@ class MemoryMeter(Meter):
     def __init__(
         self,
         mesh: DeviceMesh | None = None,
-        elsewhere: MemoryMeter | None = None,
+        elsewhere: Self | None = None,
         streams: Streams | None = None,
     ):
         super().__init__(mesh)

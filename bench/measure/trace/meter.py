@@ -7,13 +7,11 @@ under ``measurement.meters.NAME``. Memory and communication are metered in every
 traced (``training.steps``), meters see only the last step, but memory meters see all steps.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -183,9 +181,9 @@ class CommunicationMeter(Meter):
         #: the operations, in order
         self.calls: list[Operation] = []
 
-    def with_counts(self, counts: Mapping[Operation, int]) -> CommunicationMeter:
+    def with_counts(self, counts: Mapping[Operation, int]) -> Self:
         """A meter of the same process groups with other counts."""
-        other = CommunicationMeter(self.axes)
+        other = type(self)(self.axes)
         other.current_phase = self.current_phase
         other.counts.update(counts)
         return other

@@ -8,12 +8,10 @@ Unusual calls (see :func:`key_of` and :func:`described`) always take the plain p
 traces of both recorders event by event.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -66,9 +64,9 @@ class Recorder(torch_internals.TorchDispatchMode):
         core = [self.memory, self.host_memory, self.communication, self.events]
         self.meters: list[Meter] = [meter for meter in [*core, *self.further] if meter is not None]
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> Self:
         with ExitStack() as undone_if_it_fails:
-            entered: Recorder = super().__enter__()
+            entered: Self = super().__enter__()
             undone_if_it_fails.callback(super().__exit__, None, None, None)
             self._enter_patches(undone_if_it_fails)
             self._patches = undone_if_it_fails.pop_all()

@@ -269,7 +269,7 @@ class EventRecord:
             self._rows.repeats(length)
             and all(row[-1] >= first for row in self._rows.of_step(-2) if row[0] == WAIT)
             and all(each.repeats(length) for each in self._noted)
-            and not self.log.streams.holds_points(first)
+            and not any(event.number >= first for event in self.log.streams.events)
             and self._posted.is_that_of_the_step_before(length)
         )
 

@@ -79,7 +79,9 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     }
     lacks = [each["work"] for each in priced_by if each["grade"] == STAND_IN]
     lacks += ["a measured step of the user's own program"] * (strategy == OWN_STEP)
-    if lacking := _lacking(rates, priced_by):
+    # of the prices with the grade that decides the class, the one with the largest share of the step
+    lacking = next((each for each in priced_by if each["grade"] == rates), None)
+    if lacking and rates in ErrorModel.NO_RATE:
         lacks.append(lacking["work"])
         cluster = row["cell"].get("cluster") or "this cluster"
         words = f"no rate of {lacking['work']} on {cluster}, priced by {lacking['by']}; {words}"
@@ -91,16 +93,6 @@ def unknown_share(measured: Mapping[str, Any]) -> float:
     """The share (0 to 1) of a simulated step's time in work that has no rate of its own."""
     priced_by = measured.get("priced_by") or ()
     return min(1.0, sum(each["share"] for each in priced_by if each["grade"] in ErrorModel.NO_RATE))
-
-
-def _lacking(rates: str, priced_by: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The price that decides the class of a time without rates of its own: of the prices with that grade, the
-    one with the largest share of the step; None for times with rates."""
-    return (
-        next((each for each in priced_by if each["grade"] == rates), None)
-        if rates in ErrorModel.NO_RATE
-        else None
-    )
 
 
 def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | None]:

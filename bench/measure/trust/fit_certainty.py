@@ -7,13 +7,11 @@ memory was never measured reserves more than a tenth of the card. `spbench repro
 evidence into fit_certainty.json.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, packaged, packaged_errors
@@ -70,7 +68,7 @@ class Evidence:
     kinds: Collection[str]
 
     @classmethod
-    def of(cls, runs: Iterable[Filled], kinds: Collection[str]) -> Evidence:
+    def of(cls, runs: Iterable[Filled], kinds: Collection[str]) -> Self:
         """The evidence of published runs; ``kinds`` are the measured ones."""
         parts = (run.part for run in runs if run.published_oom and run.part and {*run.kinds} <= {*kinds})
         return cls(float(f"{min([1.0, *parts]):.4f}"), sorted(kinds))

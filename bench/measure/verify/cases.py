@@ -137,10 +137,14 @@ def _cases(
     of_all = {**settings["options"], **settings["backend_options"]}
     for strategy, (name, preset) in itertools.product(nestings, presets.items()):
         tried = _parts_and_variants(preset, parts, () if of_models else preset.variants())
-        for mesh in itertools.chain.from_iterable(_meshes(strategy, size) for size in world_sizes):
+        meshes: Iterable[Mapping[str, int] | int] = world_sizes
+        if len(strategy.axes) > 1:
+            meshes = itertools.chain.from_iterable(map(strategy.meshes, world_sizes))
+        for mesh in meshes:
             for dtype, (part, varying) in itertools.product(dtypes, tried):
                 model = impls.set_options(preset, varying, f"model {name}")
-                variant = _spelled({**of_models, **varying, **of_all})
+                set_options = {**of_models, **varying, **of_all}.items()
+                variant = " ".join(f"{option}={value}" for option, value in set_options)
                 case = Case(strategy, model, part, dtype, **settings)
                 folds = _foldings(case, mesh if isinstance(mesh, int) else math.prod(mesh.values()))
                 every = not varying and case.model.parts()[part].build == case.model.build
@@ -193,10 +197,6 @@ def _parts_and_variants(
     chosen = [part for part in preset.parts() if parts is None or part in parts]
     varied = [(part, varying) for part in chosen[-1:] for varying in variants]
     return [*((part, {}) for part in chosen), *varied]
-
-
-def _meshes(strategy: impls.Nesting, size: int) -> Sequence[Mapping[str, int] | int]:
-    return strategy.meshes(size) if len(strategy.axes) > 1 else [size]
 
 
 def verify_case(
@@ -302,7 +302,3 @@ def _foldings(case: Case, ranks: int) -> list[Mapping[str, int]]:
         if experts and ranks % (ep * etp) == 0 and all(n % ep == 0 for n in experts)
     ]
     return sizes or [{}]
-
-
-def _spelled(options: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in options.items())

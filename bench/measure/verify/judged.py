@@ -5,12 +5,11 @@ A mean in place of a sum, or a sum over other ranks, makes gradients wrong by a 
 names the fault. Other faults have no such factor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -42,12 +41,12 @@ class Discrepancy:
     residual: float = float("inf")
 
     @classmethod
-    def none(cls) -> Discrepancy:
+    def none(cls) -> Self:
         """The discrepancy of two equal tensors: 0."""
         return cls(0.0, residual=0.0)
 
     @classmethod
-    def without_number(cls, problem: str) -> Discrepancy:
+    def without_number(cls, problem: str) -> Self:
         """The discrepancy of tensors that cannot be compared: infinite, with the reason."""
         return cls(float("inf"), problem)
 

@@ -96,12 +96,8 @@ def _message(peers: tuple[int, int], group: dist.ProcessGroup, count: int, devic
     return _Call(run, (sent, received), torch.full_like(sent, origin + 1.0))
 
 
-_COLLECTIVES: dict[str, _Maker] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-}
+_MAKERS = (_all_reduce, _all_gather, _reduce_scatter, _all_to_all)
+_COLLECTIVES: dict[str, _Maker] = {maker.__name__.removeprefix("_"): maker for maker in _MAKERS}
 
 
 def bus_factor(operation: str, n: int) -> float:

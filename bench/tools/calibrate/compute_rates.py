@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import SEED, seconds, set_up
+from spbench.bench.yaml_files import read_yaml
 from spbench.impls import PRECISIONS, initialize
 
 _KIB, _MIB = 2**10, 2**20
@@ -58,17 +60,9 @@ class RateSweep:
     @classmethod
     def of_gpus(cls, **sizes: Any) -> RateSweep:
         """The default sizes for GPUs, in which the fields ``sizes`` replace the defaults."""
-        return cls(
-            **{
-                "precisions": ("bf16", "fp16", "fp32"),
-                "sides": tuple(2**n for n in range(8, 15)),
-                "lengths": tuple(2**n for n in range(9, 16)),
-                "summed_bytes": tuple(4**n * _MIB for n in range(6)),
-                "message_bytes": tuple(4**n * _KIB for n in range(11)),
-                "samples": 10,
-                **sizes,
-            }
-        )
+        usual = read_yaml(Path(__file__).with_name("tables.yaml"))["sizes of gpus"]
+        by_default = {name: tuple(values) for name, values in usual.items()}
+        return cls(**{**by_default, "samples": 10, **sizes})
 
 
 @dataclass(frozen=True)
@@ -104,11 +98,6 @@ class RatePoint:
     def seconds(self) -> float:
         """The seconds of one call on the slowest rank: the median of the samples."""
         return median(self.samples_s)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether every sample took less than 1.5 times as long as the shortest."""
-        return max(self.samples_s) < 1.5 * min(self.samples_s)
 
     @property
     def flops_per_s(self) -> float | None:

@@ -6,7 +6,6 @@ rows is zero; the step time is monotonic in each scalar. The fits are repeated u
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -147,27 +146,17 @@ def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> flo
     return math.exp(scipy.optimize.brentq(error, a, b, xtol=_ARRIVED))
 
 
-@dataclass(frozen=True)
-class Residual:
-    """A cell's step times in seconds, published and simulated; errors are simulated / published - 1.
-
-    Attributes:
-        role: "calibrated" if a scalar was fitted on the cell, else "held out".
-        left_out: the error under fits without the cell; None for a cell of no fit that has several cells.
-    """
-
-    label: str
-    published_s: float
-    simulated_s: float
-    relative_error: float
-    role: str
-    left_out: float | None
-
-
 def residuals(
     fits: Sequence[Fit], cells: Sequence[Known], table: PublishedTable, quantity: str
-) -> list[Residual]:
-    """The residual of every known cell under the calibration by all fits; UserError if a fit has no rows."""
+) -> list[dict[str, Any]]:
+    """The residual of every known cell under the calibration by all fits; UserError if a fit has no rows.
+
+    Returns:
+        For each cell its ``label``; ``published_s`` and ``simulated_s``, step times in seconds;
+        ``relative_error``, simulated / published - 1; the ``role``, "calibrated" if a scalar was fitted on
+        the cell, else "held out"; ``left_out``, the error under fits without the cell, None for a cell of no
+        fit that has several cells.
+    """
     calibration = fitted(fits, cells)
     shared = [k for fit in fits if len(chosen(fit, cells)) > 1 for k in chosen(fit, cells)]
     lines = []
@@ -175,14 +164,15 @@ def residuals(
         simulated = k.simulator(calibration).step_time_s
         left_out = math.expm1(k.log_error(fitted(fits, cells, without=k))) if k in shared else None
         role = "calibrated" if k.cell.key in calibration.fitted_on else "held out"
-        label, error = table.label(k.row, quantity), simulated / k.published_s - 1
-        lines.append(Residual(label, k.published_s, simulated, error, role, left_out))
+        line = {"label": table.label(k.row, quantity), "published_s": k.published_s, "simulated_s": simulated}
+        line["relative_error"] = simulated / k.published_s - 1
+        lines.append({**line, "role": role, "left_out": left_out})
     return lines
 
 
-def summary(lines: Sequence[Residual]) -> str:
+def summary(lines: Sequence[Mapping[str, Any]]) -> str:
     """The median and the largest error of the cells on which nothing was fitted, in one line."""
-    errors = [abs(line.relative_error) for line in lines if line.role == "held out"]
+    errors = [abs(line["relative_error"]) for line in lines if line["role"] == "held out"]
     if not errors:
         return "no cell is held out: all were fitted on"
     return f"{len(errors)} cells held out: median error {median(errors):.1%}, worst {max(errors):.1%}"
@@ -205,12 +195,11 @@ def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence
     known = known_cells(loaded, tables[table], quantity)
     calibration = fitted(parsed, known)
     lines = residuals(parsed, known, tables[table], quantity)
-    records = [dataclasses.asdict(line) for line in lines]
     title = "Step times in seconds, published and simulated (error: simulated / published - 1)"
     return Output(
         [TABLES.table("fitted", title, lines), summary(lines), profile(calibration, known[0].cell.precision)],
-        {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
-        records,
+        {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": lines},
+        lines,
     )
 
 

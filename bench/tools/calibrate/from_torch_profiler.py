@@ -7,7 +7,7 @@ without shapes gives only the gaps between kernels.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -187,16 +187,11 @@ def _pass(each: _Launched) -> TimedPass | None:
     if None in sizes:
         return None
     read = [prod(shape) * (size or 0) for (shape, _), size in zip(tensors, sizes, strict=True)]
-    written = prod(map(max, zip(*_same_rank([shape for shape, _ in tensors]), strict=True)))
+    # shapes are aligned at their last axes, as if shorter ones had leading axes of 1
+    written = prod(map(max, zip_longest(*(shape[::-1] for shape, _ in tensors), fillvalue=1)))
     in_place = each.name.endswith("_")
     item = (sizes[0] if in_place else max(filter(None, sizes))) or 0
     return TimedPass(sum(read) + written * item, each.seconds)
-
-
-def _same_rank(shapes: list[list[int]]) -> list[list[int]]:
-    """The shapes, filled up with leading ones so that all shapes have the same number of axes."""
-    axes = max(map(len, shapes))
-    return [[1] * (axes - len(shape)) + shape for shape in shapes]
 
 
 def _gaps(on_card: list[dict[str, Any]]) -> list[float]:

@@ -11,18 +11,16 @@ import yaml
 
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
-from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
 from spbench.bench.files import csv_text, write_whole
 from spbench.bench.measure import Cluster, check_known, provenance
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep
+from spbench.bench.tools.calibrate.fit import TABLES
 from spbench.bench.tools.calibrate.measured_cluster import Machine, cluster_of, measure_machine
 from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, LADDER
 from spbench.bench.yaml_text import Dumper, dump
 from spbench.impls import PRECISIONS
 from spbench.plots.rates import draw_machine_rates
-
-_TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
 class _Dumper(Dumper):
@@ -165,11 +163,11 @@ def _tables(cluster: Cluster, machine: Machine) -> Iterator[Table]:
     collectives = [point for point in machine.points if point.bus_factor]
     others = [point for point in machine.points if not point.bus_factor]
     figures = [{"name": name, "figure": figure} for name, figure in cluster.sourced]
-    yield _TABLES.table("figures", f"The cluster {cluster.name}: {cluster.device.name}", figures)
-    yield _TABLES.table("rates", "Rates of one rank, all at once: medians", others)
+    yield TABLES.table("figures", f"The cluster {cluster.name}: {cluster.device.name}", figures)
+    yield TABLES.table("rates", "Rates of one rank, all at once: medians", others)
     if collectives:
         title = f"Collectives on {machine.ranks} ranks, as nccl-tests counts"
-        yield _TABLES.table("collectives", title, collectives)
+        yield TABLES.table("collectives", title, collectives)
 
 
 def _remarks(machine: Machine, wrong: Sequence[RatePoint]) -> list[str]:
@@ -177,7 +175,7 @@ def _remarks(machine: Machine, wrong: Sequence[RatePoint]) -> list[str]:
     if wrong:
         which = ", ".join(f"{point.operation} of {point.size}" for point in wrong)
         notes.append(f"WRONG results: {which}; do not trust this machine")
-    unsteady = sum(not point.is_steady for point in machine.points)
+    unsteady = sum(max(each.samples_s) >= 1.5 * min(each.samples_s) for each in machine.points)
     if unsteady:
         notes.append(
             f"of {unsteady} of {len(machine.points)} points a sample took half as long again as another: "

@@ -4,7 +4,7 @@ measured times on real ranks. No prediction uses the cell's own measured time.""
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import chain, combinations
 from operator import itemgetter
 from pathlib import Path
@@ -60,8 +60,8 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     agreed = agreement(rows)
     title = "Step times in seconds, measured (median, least and most of the samples) and predicted"
     return Output(
-        [TABLES.table("checked", title, rows), str(agreed)],
-        {"agreement": asdict(agreed), "cells": rows},
+        [TABLES.table("checked", title, rows), TABLES.text("agreement", agreed)],
+        {"agreement": agreed, "cells": rows},
         [row | made_by for row in rows],
         notes=notes,
         files=files,
@@ -96,33 +96,16 @@ def compared(cell: Cell, samples: Sequence[float], prediction: Mapping[str, floa
     return TABLES.record("compared", prediction, cell=cell, samples=samples, measured=median(samples))
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """The agreement of the predicted times, and of their order, with the measured times.
+def agreement(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The agreement of the predicted times, and of their order, with the measured times, by two or more
+    cells' rows, which :func:`compared` makes.
 
-    Attributes:
+    Returns:
         tau: Kendall's tau over all cells.
         clear_pairs: the number of pairs of cells of one shape whose measured samples do not overlap;
             clear_pairs_alike: the number of these pairs that are predicted in the measured order.
         median_error, worst_error: of |predicted / measured - 1| over all cells.
     """
-
-    tau: float
-    clear_pairs: int
-    clear_pairs_alike: int
-    median_error: float
-    worst_error: float
-
-    def __str__(self) -> str:
-        return (
-            f"error: median {self.median_error:.0%}, worst {self.worst_error:.0%}; Kendall's tau "
-            f"{self.tau:.2f}; of pairs of one shape whose samples do not overlap "
-            f"{self.clear_pairs_alike} of {self.clear_pairs} in the measured order"
-        )
-
-
-def agreement(rows: Sequence[Mapping[str, Any]]) -> Agreement:
-    """The agreement of two or more cells' rows, which :func:`compared` makes."""
     shape = itemgetter("model", "batch", "seq_len")
     clear = [
         (a["measured_s"] < b["measured_s"]) == (a["predicted_s"] < b["predicted_s"])
@@ -133,18 +116,11 @@ def agreement(rows: Sequence[Mapping[str, Any]]) -> Agreement:
     errors = [abs(row["relative_error"]) for row in rows]
     times = ([row[name] for row in rows] for name in ("measured_s", "predicted_s"))
     tau = float(scipy.stats.kendalltau(*times).statistic)
-    return Agreement(tau, len(clear), sum(clear), median(errors), max(errors))
+    return TABLES.record("agreement", tau=tau, clear=clear, errors=errors, median=median(errors))
 
 
 #: by option that chooses a way, the parameters that only this way takes
-_OF_WAYS = {
-    "--scenario": ("quantity",),
-    "--engine": (
-        *("device", "world_size", "precision"),
-        *("message_bytes", "sides", "lengths"),
-    ),
-    "--from": ("extends",),
-}
+_OF_WAYS: Mapping[str, Sequence[str]] = TABLES.forms["ways"]
 
 
 def calibrated(

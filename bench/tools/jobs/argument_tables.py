@@ -215,17 +215,12 @@ def arguments_of(
         assert match, word
         names, takes, optional, count, default, versions = match.groups()
         if version in (versions or version):
-            value = _default(takes, default) if takes else False
+            is_json = takes and takes.split("/")[0] in ("int", "float", "bool", "list")
+            value = json.loads(default) if is_json and default is not None else default if takes else False
             spellings = tuple(names.split(","))
             yield ProgramArgument(
                 spellings, takes or "", bool(optional), count or "", value, outcome, detail, beside
             )
-
-
-def _default(takes: str, text: str | None) -> Any:
-    if text is None:
-        return None
-    return json.loads(text) if takes.split("/")[0] in ("int", "float", "bool", "list") else text
 
 
 def _conversion(text: str | Mapping[str, Mapping[Any, Any]]) -> Conversion:

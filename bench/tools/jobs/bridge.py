@@ -25,17 +25,7 @@ from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.megatron_inside import as_arguments, as_key, job_of_both
 from spbench.bench.tools.jobs.python_values import has_recipes, recipe_of
 
-#: sections of a configuration, of which it has at least two and other kinds of job have none
-_SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}
 _LATENT = "model.multi_latent_attention"
-_LATENT_SIZES = [
-    f"model.{name}"
-    for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-]
-_SILU = {"silu", "torch.nn.functional.silu", "torch.nn.functional.swish"}
-_GELU = {"gelu", "torch.nn.functional.gelu"}
-#: Megatron-LM's names of types of numbers, by torch's names
-_DTYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 
 
 @cache
@@ -83,6 +73,8 @@ def read(files: JobFiles) -> Job | None:
     damaged."""
     contents: dict[str, Mapping[str, Any]] = {}
     unclear: list[str] = []
+    # other kinds of job have at most one of these sections
+    sections = bridge_table().content["signature"]["keys"]
     for file in files.files:
         if has_recipes(file):
             contents["bridge"], named, unclear = recipe_of(file)
@@ -94,7 +86,7 @@ def read(files: JobFiles) -> Job | None:
         content = mapping_in(file) or {}
         if "model_type" in content:
             contents["config"] = content
-        elif isinstance(content.get("model", {}), dict) and len(_SECTIONS & {*content}) >= 2:
+        elif isinstance(content.get("model", {}), dict) and len({*content}.intersection(sections)) >= 2:
             contents["bridge"] = content
         else:
             return None
@@ -156,7 +148,7 @@ def _as_arguments(
 
     def add(argument: str, key: str, value: Any = True) -> None:
         word, one = as_key(argument), isinstance(value, list) and not of_megatron[argument].count
-        known[word] = str(value) if one else _DTYPES.get(str(value), value)
+        known[word] = str(value) if one else content["dtypes"].get(str(value), value)
         default = f"config.json ({key})" if key in from_config else f"default of {key}"
         sources[word] = account.spelled(key) if key in account.given else default
 
@@ -164,7 +156,7 @@ def _as_arguments(
     for key, argument in content["arguments"].items():
         value = values[key]
         unasked = key not in account.given and key not in from_config
-        if unasked and (key in alike or (key in _LATENT_SIZES and not values[_LATENT])):
+        if unasked and (key in alike or (key in content["latent_sizes"] and not values[_LATENT])):
             continue
         is_default = value == account.program_arguments[key].default
         if key in account.given and is_default and value in (None, False):
@@ -231,14 +223,15 @@ def _environment(account: Account) -> dict[str, str]:
 
 def _add_activation(account: Account, values: Mapping[str, Any], add: Callable[..., None]) -> None:
     gate, function = "model.gated_linear_unit", "model.activation_func"
+    functions = bridge_table().content["functions"]
     named = values[function]
     named = named.get("_target_") if isinstance(named, Mapping) else named
     gated = bool(values[gate])
-    if gated and named in _SILU:
+    if gated and named in functions["silu"]:
         add("--swiglu", gate)
         if not values["model.bias_activation_fusion"] and "model.bias_activation_fusion" in account.given:
             add("--no-bias-swiglu-fusion", "model.bias_activation_fusion")
-    elif gated or (named is not None and named not in _GELU):
+    elif gated or (named is not None and named not in functions["gelu"]):
         account.refuse("an MLP of another activation than GELU, or SiLU with a gate", function, gate)
     account.took(f"mlp: {'swiglu' if gated else 'gelu'}", gate, function, "model.bias_activation_fusion")
 

@@ -220,11 +220,7 @@ def _messages(account: Account, line: Rule) -> Said:
 
 
 _FUNCTIONS = {
-    "most_of": _most_of,
-    "counted": _counted,
-    "alike": _alike,
-    "mixed": _mixed,
-    "messages": _messages,
+    **{each.__name__.removeprefix("_"): each for each in (_most_of, _counted, _alike, _mixed, _messages)},
     "zero": lambda account, line: zero_of(account, line["zero"], line["beside"]),
 }
 

@@ -18,13 +18,6 @@ CONTAINER = "NVIDIA_PYTORCH_VERSION"
 #: the first release with TransformerEngine 1.3, which takes FlashAttention 2 (2.4.1 or newer) also if
 #: algorithms must be deterministic (DotProductAttention in pytorch/attention.py at v1.2 and at v1.3)
 _DETERMINISTIC_FLASH_ATTENTION = 2402
-#: switches of Megatron-LM that turn off a fusion
-_FUSIONS = (
-    *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
-    *("--no-bias-dropout-fusion", "--no-rope-fusion"),
-)
-#: by variable of TransformerEngine that allows a kernel, the --attention-backend of that kernel
-_ALLOWING = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 
 
 def _release_of(account: Account) -> int | None:
@@ -82,15 +75,11 @@ def check_switches(account: Account) -> None:
     """Compare each of TransformerEngine's variables that allow a kernel with --attention-backend, and give
     the variable its outcome by the rules ``switch_of_attention``."""
     asked = account.value("--attention-backend") or "auto"
-    for name, kernel in _ALLOWING.items():
+    for name, kernel in account.table.content["allowing"].items():
         if (value := account.environment.get(name)) is not None:
             as_asked = value == str(int(asked in (kernel, "auto")))
-            account.facts |= {
-                "variable": name,
-                "asked": asked,
-                "as_asked": as_asked,
-                "setting": f"{name}={value}",
-            }
+            account.facts |= {"variable": name, "asked": asked, "as_asked": as_asked}
+            account.facts["setting"] = f"{name}={value}"
             call(account, "switch_of_attention")
 
 
@@ -98,7 +87,8 @@ def ignore_absent_fusions(account: Account) -> None:
     """Ignore switches that turn off a fusion which the model has not. Sets the facts ``left_out``, the other
     switches that turn off a fusion, and ``unfused``, the names of those fusions."""
     call(account, "absence_of_fusions")
-    left_out = [name for name in _FUSIONS if account.has(name) and name not in account.idle]
+    fusions = account.given_of(*account.table.content["fusions"])
+    left_out = [name for name in fusions if name not in account.idle]
     stems = [name.removeprefix("--no-").removesuffix("-fusion").replace("-", "_") for name in left_out]
     account.facts |= {"left_out": left_out, "unfused": stems}
 

@@ -5,18 +5,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import yaml
 
+from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.launch import shell_of
 from spbench.bench.tools.jobs.megatron import read as read_megatron
 from spbench.bench.tools.jobs.shell import Command
 from spbench.bench.tools.jobs.shell_syntax import unknown_in
-from spbench.bench.yaml_files import read_yaml
 
 _ARGUMENTS, _BENCHMARK = "MODEL_ARGS", "sbatch_benchmarking.sh"
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
@@ -51,15 +49,9 @@ def read(files: JobFiles) -> Job | None:
 
 
 @cache
-def _table() -> Mapping[str, Any]:
-    """The table model_zoo.yaml: variables of the zoo's models, and arguments that the benchmark adds."""
-    return read_yaml(Path(__file__).with_suffix(".yaml"))
-
-
-@cache
 def _models() -> Mapping[str, Mapping[str, str]]:
     """The default variables of each model of the zoo, by the model's name."""
-    content = _table()
+    content = table_content("model_zoo")
     names = content["names"].split()
     return {
         model: dict(zip(names, values.split(), strict=False)) for model, values in content["models"].items()
@@ -102,7 +94,7 @@ def _further(
 ) -> Iterator[tuple[str, object]]:
     """Pairs of name and value of the arguments that the benchmark adds to a model's ``arguments``: for its
     variables, and from the words of its own command line."""
-    added_by = _table()["added"]
+    added_by = table_content("model_zoo")["added"]
     yield from added_by["DISPATCHER"].get(environment.get("DISPATCHER", "deepep"), {}).items()
     for name, added in added_by["switches"].items():
         if environment.get(name) == "1":

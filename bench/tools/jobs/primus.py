@@ -5,21 +5,20 @@ experiment for torchtitan has torchtitan's keys and some keys of Primus's own.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from spbench.bench.errors import suggestion
 from spbench.bench.tools.jobs.account import Account, key_account, scalar_of
 from spbench.bench.tools.jobs.adapter_settings import Adapted, set_adapters
-from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, shown
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, shown, table_content
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.megatron_inside import as_arguments, job_of_both
 from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.torchtitan import job_around
-from spbench.bench.yaml_files import merge, read_yaml
+from spbench.bench.yaml_files import merge
 
 #: ${NAME:VALUE}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
@@ -62,12 +61,11 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
         for name, value in (overrides.items() if isinstance(overrides, dict) else ())
     }
     framework = trainer.get("framework", "megatron")
+    model = _resolved(trainer.get("model", ""), files.environment, problems, "model")
     if framework == "torchtitan":
-        model = _resolved(trainer.get("model", ""), files.environment, problems, "model")
         return torchtitan_job(str(model), values, files, problems)
     if framework != "megatron":
         problems.append(f"modules.pre_trainer.framework: {shown(trainer['framework'])} is not megatron")
-    model = _resolved(trainer.get("model", ""), files.environment, problems, "model")
     of_model = _model_of(model, sizes, problems)
     tuning = table.content["tuning"] if tunes else {}
     known = {**table.content["defaults"], **tuning, **of_model, **values}
@@ -112,7 +110,7 @@ def _model_of(model: Any, sizes: Mapping[str, Any], problems: list[str]) -> Mapp
     Primus brings along; empty, and a problem, if there is no such model."""
     if sizes:
         return sizes
-    name, content = PurePosixPath(str(model)).name.removesuffix(".yaml"), _models()
+    name, content = PurePosixPath(str(model)).name.removesuffix(".yaml"), table_content("primus_models")
     known: Mapping[str, Mapping[str, Any]] = content["models"]
     for start, layers in content["other_layers"].items():
         if name.startswith(start):
@@ -124,12 +122,6 @@ def _model_of(model: Any, sizes: Mapping[str, Any], problems: list[str]) -> Mapp
             f"model {shown(model)} is none of Primus's own{near}; give its YAML, and those it extends, beside"
         )
     return known.get(name, {})
-
-
-@cache
-def _models() -> Mapping[str, Any]:
-    """The table primus_models.yaml: models that Primus brings along, and models that are not modelled."""
-    return read_yaml(Path(__file__).with_name("primus_models.yaml"))
 
 
 def _set_own_switches(own: Account, known: Mapping[str, Any]) -> None:

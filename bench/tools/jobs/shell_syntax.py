@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from spbench.bench.tools.jobs.argument_tables import table_content
+
 _PARSER = Parser(Language(tree_sitter_bash.language()))
 #: the first character of a mark, and the plane of its others: scripts have no such characters
 _MARK, _PLANE = "\U00100000", 0xF0000
@@ -18,41 +20,19 @@ _WHERE, _NOT_KNOWN = ", where ", " is not known"
 _BETWEEN = "\0"
 _MARKS = re.compile(f"{_MARK}([\U000f0000-\U000ffffd]*)")
 
+_SYNTAX = table_content("shell_syntax")
+_WORDS: Sequence[str] = _SYNTAX["words"]
 #: kinds of nodes whose text the shell replaces
-EXPANDED = {
-    *(
-        "simple_expansion",
-        "expansion",
-        "arithmetic_expansion",
-        "command_substitution",
-        "process_substitution",
-    ),
-    *("string", "raw_string", "ansi_c_string", "translated_string"),
-}
+EXPANDED: set[str] = {*_SYNTAX["expanded"]}
 #: a function that expands a word of a script
 Word = Callable[[Node], str]
 #: the most digits of a number
 _MOST_DIGITS = 30
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-    "%": operator.mod,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
+    sign: getattr(operator, name) for sign, name in _SYNTAX["arithmetic"].items()
 }
 #: operators that compare numbers in a condition, with the same operator of arithmetic
-_COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-#: kinds of nodes that are a word
-_WORDS = {*EXPANDED, "word", "number", "concatenation", "extglob_pattern", "variable_name"} - {
-    "ansi_c_string",
-    "translated_string",
-}
+_COMPARED: Mapping[str, str] = _SYNTAX["compared"]
 
 
 class ShellError(ValueError):

@@ -285,19 +285,12 @@ def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tu
     return "all" if both else "optimizer" if held["optimizer"] else "params" * held["param"], tuple(names)
 
 
+_READERS = (
+    *(_names, _words_of, _torchao, _bits, _precision, _product, _sum, _quotient, _accumulation),
+    *(_adapters, _matched, _deepspeed),
+)
 #: the functions that read lines of a step, by the word by which they know their line
-FUNCTIONS = {
+FUNCTIONS: Functions = {
     "modules": lambda account, line: named_modules(account, line["modules"]),
-    "names": _names,
-    "words_of": _words_of,
-    "torchao": _torchao,
-    "bits": _bits,
-    "precision": _precision,
-    "product": _product,
-    "sum": _sum,
-    "quotient": _quotient,
-    "accumulation": _accumulation,
-    "adapters": _adapters,
-    "matched": _matched,
-    "deepspeed": _deepspeed,
+    **{reader.__name__.removeprefix("_"): reader for reader in _READERS},
 }

@@ -33,9 +33,11 @@ def flags(cell: Cell) -> Flags:
     if not isinstance(model, impls.CausalTransformerModel):
         return Flags(table.program, "train.sh", (), "", (_OTHER_MODEL.format(cell.model),))
     account = Account(table=table, given={}, facts=_facts(model, cell))
+    off = [f"--no-{fusion.replace('_', '-')}-fusion" for fusion in model.unfused]
+    unfused = [(name, True, "model_options.unfused") for name in off]
     account.calls = {
         "stages": lambda account: account.flags.extend(_stages_of(cell)),
-        "unfused": lambda account: account.flags.extend(_unfused(model)),
+        "unfused": lambda account: account.flags.extend(unfused),
     }
     follow(account, table.content["flags"])
     rows = [*table.values_of(_settings(model, cell)), *account.flags]
@@ -98,11 +100,6 @@ def _facts(model: impls.CausalTransformerModel, cell: Cell) -> dict[str, Any]:
         "layers_with_experts": _layers_with_experts(model) if model.experts else None,
         "recompute_modules": " ".join(model.recompute_modules),
     }
-
-
-def _unfused(model: impls.CausalTransformerModel) -> Iterator[_Row]:
-    for fusion in model.unfused:
-        yield f"--no-{fusion.replace('_', '-')}-fusion", True, "model_options.unfused"
 
 
 def _stages_of(cell: Cell) -> Iterator[_Row]:

@@ -21,7 +21,9 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabul
 def flags(cell: Cell) -> Flags:
     """The file that runs the cell, which can be read back; none for a model without a flavor of its sizes."""
     table, model = next(iter(versions().values())), model_preset(*cell.model_arguments)
-    name, flavor = next((which for which, other in _models() if _alike(model, other)), ("", ""))
+    sizes = [getattr(model, name, None) for name in _SIZES]
+    alike = (which for which, other in _models() if sizes == [getattr(other, name) for name in _SIZES])
+    name, flavor = next(alike, ("", ""))
     if not isinstance(model, CausalTransformerModel) or not flavor:
         flavors = ", ".join(f"{name} {flavor}" for (name, flavor), _ in _models())
         missing = f"model {cell.model} of these sizes (it has {flavors})"
@@ -105,7 +107,3 @@ def _models() -> Iterator[tuple[tuple[str, str], Model]]:
     for name, flavors in models().items():
         for flavor, model in flavors.items():
             yield (name, flavor), model_preset(model["preset"], model.get("options", {}))
-
-
-def _alike(model: Any, preset: Any) -> bool:
-    return all(getattr(model, name, None) == getattr(preset, name) for name in _SIZES)

@@ -4,16 +4,14 @@ values."""
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from spbench.bench.tools.jobs import torchtitan_models
 from spbench.bench.tools.jobs.account import Account, key_account
-from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
-from spbench.bench.tools.jobs.job import Argument, Job
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat, table_content
+from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.rules import call
-from spbench.bench.yaml_files import read_yaml
 
 #: strategies and their options, by context_parallel_rotate_method
 ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -29,8 +27,8 @@ _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "exper
 @cache
 def versions() -> Mapping[str, ArgumentTable]:
     """The table of keys by version: first the versions in TOML, the newest first, then those in Python."""
-    content = read_yaml(Path(__file__).with_suffix(".yaml"))
-    return {version: argument_table("torchtitan", version) for version in content["versions"]}
+    every = table_content("torchtitan")["versions"]
+    return {version: argument_table("torchtitan", version) for version in every}
 
 
 def read(files: JobFiles) -> Job | None:
@@ -69,18 +67,14 @@ def job_around(
     made = job.job()
     if account is None:
         return replace(made, kind=kind)
+    of_table = [each for each in account.arguments() if each.name in account.program_arguments]
     return replace(
         made,
         kind=kind,
-        arguments=[*account_of(account), *made.arguments],
+        arguments=[*of_table, *made.arguments],
         problems=[*account.problems, *made.problems],
         remarks=[*account.remarks, *made.remarks],
     )
-
-
-def account_of(account: Account) -> list[Argument]:
-    """The outcomes of those keys of an account that its table has."""
-    return [each for each in account.arguments() if each.name in account.program_arguments]
 
 
 class TorchtitanJob(torchtitan_models.TorchtitanModel):

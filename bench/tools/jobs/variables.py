@@ -3,15 +3,13 @@
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, checked
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.argument_tables import outcome_groups
+from spbench.bench.tools.jobs.argument_tables import outcome_groups, table_content
 from spbench.bench.tools.jobs.job import Argument, Outcome
 from spbench.bench.tools.jobs.shell_syntax import given_flag, shown_word, unknown_in
-from spbench.bench.yaml_files import read_yaml
 
 #: the allocator's variables, of which torch takes the first that is set
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -36,7 +34,7 @@ class _Rule(NamedTuple):
 @cache
 def _rules(of_allocator: bool) -> Sequence[_Rule]:
     """The rules of variables.yaml in the file's order; rules for one value of a variable come first."""
-    content = read_yaml(Path(__file__).with_name("variables.yaml"))
+    content = table_content("variables")
     rules = [
         _Rule(pattern, value, outcome, detail)
         for words, outcome, detail in outcome_groups(content["allocator"] if of_allocator else content)

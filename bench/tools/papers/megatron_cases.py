@@ -286,11 +286,12 @@ def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
         values = tuple(row[quantity] for quantity in MEMORY)
         other = before.setdefault(values, place) if all(values) else place
         another = other[0] != place[0] or other[1][:3] != place[1][:3]
+        off = [abs(float(first) / each - 1) for each in of_dev.get(place[0], ()) if first]
         if place[1].startswith("lts") and another:
             reasons[place] = f"as {' '.join(other)}"
         elif machine_of(place[1])[0] == "a100" and _alike(row, of_h100.get(place[0])):
             reasons[place] = "machine"
-        elif place[1].startswith("lts") and first and _far(float(first), of_dev.get(place[0], [])):
+        elif place[1].startswith("lts") and off and min(off) > 0.05:
             reasons[place] = "release"
         elif place[1].endswith(RESUMED) and first == row["peak_last"]:
             reasons[place] = "checkpoint"
@@ -306,8 +307,3 @@ def _alike(row: Mapping[str, str], other: Mapping[str, str] | None) -> bool:
         return False
     last, time = (abs(float(row[name]) - float(other[name])) for name in ("allocated_last", "iter_s"))
     return last < 2**20 and time < 0.02 * float(other["iter_s"])
-
-
-def _far(value: float, others: Sequence[float]) -> bool:
-    """Whether a value differs by more than 5% from each of ``others``; False without others."""
-    return bool(others) and all(abs(value / each - 1) > 0.05 for each in others)

@@ -188,12 +188,7 @@ def _length(tokens: float | None) -> str:
 
 
 #: the kind of memory of each quantity of published tables
-_MEMORY = {
-    "peak_memory_gib": "peak",
-    "memory_gb": "peak",
-    "memory_mb": "peak",
-    "reserved_memory_gib": "reserved",
-}
+_MEMORY: Mapping[str, str] = TABLES.forms["memory"]
 #: quantities of memory whose errors do not count, because settings were chosen by looking at them
 _SEEN = ("allocated_gib", "reserved_gib", "allocated_memory_gib")
 

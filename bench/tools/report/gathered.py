@@ -24,7 +24,7 @@ from spbench.bench.tools.papers.comparison import frame_of, lines_of, read_recor
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.reproductions import SIDE_BY_SIDE, STRATEGIES
 from spbench.bench.tools.papers.sources import ALL, Paper, scenarios_of
-from spbench.bench.tools.report.page import Figure
+from spbench.bench.tools.report.page import TABLES, Figure
 
 Line = Mapping[str, Any]
 #: the place that a row was read from
@@ -160,21 +160,14 @@ def gather(results: Path, history: Path | None, baseline: Path | None = None) ->
 
 def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperResults:
     by_name = {scenario.name: scenario for scenario in scenarios}
-    files = {folder / f"{paper.name}.csv": _COLUMNS, folder / f"{paper.name}_runs.csv": _RUN_COLUMNS}
+    needed = TABLES.forms["columns"]["of papers"]
+    files = {folder / f"{paper.name}{end}.csv": columns for end, columns in needed.items()}
     lines: Sequence[Line] = []
     runs: Sequence[Line] = []
     if any(file.exists() for file in files):
         lines, runs = (_checked(path, read_records(path), columns) for path, columns in files.items())
     documents = {name: scenario.document for name, scenario in by_name.items()}
     return PaperResults(paper, by_name, PaperFindings(paper.name, frame_of(lines), runs, documents))
-
-
-#: the columns of PAPER.csv and of PAPER_runs.csv that pages need
-_COLUMNS = (
-    *("table", "cell", "quantity", "role", "scenario"),
-    *("published", "reproduced", "relative_error", "status_published", "status_reproduced"),
-)
-_RUN_COLUMNS = ("scenario", "cells", "commit", "torch")
 
 
 def _checked(path: Path, records: Sequence[Line], columns: Sequence[str]) -> Sequence[Line]:

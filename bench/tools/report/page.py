@@ -31,7 +31,7 @@ from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.files import csv_text
 from spbench.bench.git import day_of
 from spbench.bench.tools.papers.comparison import groups
-from spbench.bench.tools.papers.paper_findings import Word, verdict_on
+from spbench.bench.tools.papers.paper_findings import verdict_on
 from spbench.bench.units import percent
 
 #: lines of tables
@@ -137,14 +137,6 @@ def shown(value: Any) -> str:
 
 
 # -- whether published numbers reproduce ------------------------------------------------------------
-
-#: the Markdown for each verdict on a paper, in the verdict's colour: grey where nothing was judged
-BADGES: dict[Word, str] = {
-    "yes": "**{good}reproduces**",
-    "in part": "**{partly}reproduces in part**",
-    "no": "**{bad}does not reproduce**",
-    "not run": "**{unjudged}was not run**",
-}
 
 
 def most_misses(records: DataFrame) -> tuple[str, str] | None:
@@ -290,7 +282,7 @@ class Page:
             keep_trailing_newline=True,
         )
         environment.filters |= {each.__name__: each for each in _FILTERS}
-        environment.globals["badges"] = BADGES
+        environment.globals["badges"] = TABLES.forms["badges"]
         is_text = "\n" in self.document
         template = (environment.from_string if is_text else environment.get_template)(self.document)
         for at, text in enumerate(_PART.split(template.render(self.values))):

@@ -11,9 +11,8 @@ from __future__ import annotations  # names of the doors, in annotations too, im
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import click
 
@@ -79,7 +78,7 @@ def _drawn(cluster: measure.Cluster, figure: Path) -> list[Path]:
     from spbench.plots.rates import draw_cluster_rates
 
     of_kinds = {"size": product_curves, "length": attention_curves, "message": link_curves}
-    curves = [asdict(curve) | {"along": along} for along, of in of_kinds.items() for curve in of(cluster)]
+    curves = [curve._asdict() | {"along": along} for along, of in of_kinds.items() for curve in of(cluster)]
     if not curves:
         raise UserError(f"{cluster.name} has no rate that could be drawn; give some in its file")
     try:
@@ -237,23 +236,15 @@ _DRAWN = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _RANKS, _NODES = (2, 4, 8, 16, 32, 72), (2, 4, 16, 64)
 
 
-@dataclass(frozen=True)
-class RateCurve:
-    """A line of a panel: a rate by size.
-
-    Attributes:
-        panel: the title of the panel.
-        name: the name of the line.
-        sizes: the sizes along the x axis: n of a matmul, tokens of a sequence, or bytes of a message.
-        rates: the simulated rate at each size, in FLOPs or bytes a second.
-        measured: the measured rates in the cluster's file, by size.
-    """
+class RateCurve(NamedTuple):
+    """A line, ``name``, of a panel: the simulated rates, in FLOPs or bytes a second, by n of a matmul, tokens
+    of a sequence, or bytes of a message; and the ``measured`` rates in the cluster's file, by size."""
 
     panel: str
     name: str
     sizes: Sequence[int]
     rates: Sequence[float]
-    measured: Mapping[int, float] = field(default_factory=dict)
+    measured: Mapping[int, float] = {}
 
 
 def product_curves(cluster: measure.Cluster) -> Iterator[RateCurve]:

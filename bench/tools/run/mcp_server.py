@@ -87,15 +87,8 @@ class CommandTool:
         return [*words, "--format", "json", "--quiet", "--", *positional]
 
 
-TOOLS = {
-    tool.name: tool
-    for tool in (
-        CommandTool("fit", "fit"),
-        CommandTool("advise", "advise"),
-        CommandTool("list", "list"),
-        CommandTool("explain", "import", ("--explain",)),
-    )
-}
+TOOLS = {name: CommandTool(name, name) for name in ("fit", "advise", "list")}
+TOOLS["explain"] = CommandTool("explain", "import", ("--explain",))
 
 
 def _schema_of(parameter: click.Parameter) -> dict[str, Any]:

@@ -27,15 +27,6 @@ Entry = Mapping[str, Any]
 
 #: columns that are shown once, in the title, where all rows have the same value
 _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
-
-#: the columns that differ between rows or that people read first, in the order in which they get room
-_IMPORTANT = (
-    *("model", "strategy", "GPUs", "mesh", "options", "max seq_len", "max batch", "batch", "seq_len"),
-    *("step", "status", "peak GiB", "sent MiB/GPU", "tokens/s", "MFU", "reserved GiB"),
-)
-#: the columns in which planned cells differ, in the order in which they get room on a terminal
-_PLANNED = ("model", "strategy", "GPUs", "now", "batch", "seq_len", "mesh", "variant", "engine", "asked")
-
 _TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: the most cells of a status that a note names
 _NAMED = 3
@@ -106,7 +97,7 @@ def planned(scenario: measure.Scenario, narrowing: measure.Narrowing, folder: Pa
 
     lines = [_TABLES.record("planned", cell, now=now(index, cell)) for index, cell in enumerate(cells)]
     title = f"{scenario.name}: {scenario.document.title} ({len(cells)} cells)"
-    table = Table(title, lines, _PLANNED, ("now",), _unsupported(cells, refused))
+    table = Table(title, lines, _TABLES.forms["important"]["planned"], ("now",), _unsupported(cells, refused))
     return Output([table], lines, lines)
 
 
@@ -189,8 +180,8 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         for entry in entries
     ]
     common = ", ".join(f"{name} {value}" for name, value in shared.items() if value not in (None, ""))
-    folded = _unsupported(cells, unsupported)
-    return Table(f"{title} ({common})", lines, _IMPORTANT, ("options", "reason"), folded)
+    important, folded = _TABLES.forms["important"]["row"], _unsupported(cells, unsupported)
+    return Table(f"{title} ({common})", lines, important, ("options", "reason"), folded)
 
 
 def _engine(row: Row, entry: Entry) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from spbench.bench import measure
 from spbench.bench.cell import TrainingOptions
-from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
@@ -210,25 +210,15 @@ def _explanations(wrong: Sequence[measure.Verdict]) -> Iterator[str]:
 def _by_strategy(rows: Sequence[measure.Verdict]) -> Table:
     groups = grouped(rows, lambda row: (row["strategy"], row["dtype"]))
     statuses = dict.fromkeys(["green", *(row["status"] for mine in groups.values() for row in mine)])
-    columns = [
-        Column("strategy", "strategy", of=lambda mine: mine[0]["strategy"]),
-        Column("dtype", "dtype", of=lambda mine: mine[0]["dtype"]),
-        *(Column(status, status, of=partial(_count, status)) for status in statuses),
-        Column(
-            *("worst green error", "error", "{:.1e}".format),
-            of=lambda mine: max((row["error"] for row in mine if row["status"] == "green"), default=None),
-        ),
-        Column(
-            *("limit", "limit", "{:.1e}".format),
-            of=lambda mine: min((row["limit"] for row in mine if row["limit"] is not None), default=None),
-        ),
-        Column("bytes sent", "bytes", of=_bytes_of),
-    ]
-    return Table.of("Verdicts by strategy", columns, groups.values())
-
-
-def _count(status: str, rows: Sequence[measure.Verdict]) -> int | None:
-    return sum(row["status"] == status for row in rows) or None
+    lines = []
+    for (strategy, dtype), mine in groups.items():
+        counts = Counter(row["status"] for row in mine)
+        line = {"strategy": strategy, "dtype": dtype, **{each: counts[each] or None for each in statuses}}
+        error = max((row["error"] for row in mine if row["status"] == "green"), default=None)
+        limit = min((row["limit"] for row in mine if row["limit"] is not None), default=None)
+        line |= _TABLES.record("by strategy", error=error, limit=limit, sent=_bytes_of(mine))
+        lines.append(line)
+    return Table("Verdicts by strategy", lines)
 
 
 def _bytes_of(rows: Sequence[measure.Verdict]) -> str | None:

@@ -237,7 +237,7 @@ def test_any_program_as_the_naive_allocator(
             errors: list[tuple[int, int, int]] = []
             address = -1
             try:
-                address = allocator.malloc(value, stream)
+                address = allocator.take(value, stream).address
             except OutOfMemory as error:
                 errors.append((error.requested, error.allocated, error.reserved))
             try:
@@ -306,89 +306,89 @@ def test_any_program_as_the_naive_allocator(
 def test_requests_on_an_empty_card(requests: list[int], allocated: int, reserved: int) -> None:
     allocator = CachingAllocator()
     for size in requests:
-        allocator.malloc(size)
+        allocator.take(size)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
 def test_best_fit_and_lowest_address_among_equals() -> None:
     allocator = CachingAllocator()
     # one segment of 20 MiB: free holes of 4, 3 and 3 MiB between blocks that stay, then 4 MiB
-    four, _, three, _, other_three, _ = (allocator.malloc(n * MIB) for n in (4, 2, 3, 2, 3, 2))
+    four, _, three, _, other_three, _ = (allocator.take(n * MIB).address for n in (4, 2, 3, 2, 3, 2))
     assert allocator.reserved == 20 * MIB
     for hole in (four, other_three, three):
         allocator.free(hole)
-    assert allocator.malloc(3 * MIB) == three
-    assert allocator.malloc(3 * MIB - MIB // 2) == other_three  # the smallest that is large enough
-    assert allocator.malloc(3 * MIB + MIB // 2) == four
+    assert allocator.take(3 * MIB).address == three
+    assert allocator.take(3 * MIB - MIB // 2).address == other_three  # the smallest that is large enough
+    assert allocator.take(3 * MIB + MIB // 2).address == four
     assert allocator.allocated == (2 + 2 + 2 + 3 + 3 + 4) * MIB  # the last two are not cut
     assert allocator.reserved == 20 * MIB
 
 
 def test_cached_block_of_any_size_serves_a_smaller_request() -> None:
     allocator = CachingAllocator()
-    allocator.free(allocator.malloc(100 * MIB))
-    allocator.malloc(2 * MIB)  # no segment of 20 MiB is made while one of 100 lies free
+    allocator.free(allocator.take(100 * MIB).address)
+    allocator.take(2 * MIB)  # no segment of 20 MiB is made while one of 100 lies free
     assert (allocator.allocated, allocator.reserved) == (2 * MIB, 100 * MIB)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
 def test_free_neighbours_merge_on_both_sides(order: tuple[int, ...]) -> None:
     allocator = CachingAllocator()
-    blocks = [allocator.malloc(6 * MIB) for _ in range(3)]
+    blocks = [allocator.take(6 * MIB).address for _ in range(3)]
     for index in order:
         allocator.free(blocks[index])
     assert allocator.allocated == 0
-    assert allocator.malloc(20 * MIB) == blocks[0]  # the whole segment, with the 2 MiB never asked for
+    assert allocator.take(20 * MIB).address == blocks[0]  # the whole segment, with the 2 MiB never asked for
     assert allocator.reserved == 20 * MIB
 
 
 def test_blocks_of_different_segments_do_not_merge() -> None:
     allocator = CachingAllocator()
-    first, second = allocator.malloc(10 * MIB), allocator.malloc(10 * MIB)
+    first, second = allocator.take(10 * MIB).address, allocator.take(10 * MIB).address
     allocator.free(first)
     allocator.free(second)
-    allocator.malloc(20 * MIB)
+    allocator.take(20 * MIB)
     assert allocator.reserved == 40 * MIB
 
 
 def test_wholly_free_segments_are_returned_before_an_out_of_memory() -> None:
     allocator = CachingAllocator(capacity=64 * MIB)
-    cached = allocator.malloc(30 * MIB)
-    small = allocator.malloc(KIB)
-    held = allocator.malloc(12 * MIB)
+    cached = allocator.take(30 * MIB).address
+    small = allocator.take(KIB).address
+    held = allocator.take(12 * MIB).address
     allocator.free(cached)
     allocator.free(small)
     assert allocator.reserved == 44 * MIB
-    allocator.malloc(40 * MIB)  # 44 + 40 is too much: the 30 and the 2 free MiB go back
+    allocator.take(40 * MIB)  # 44 + 40 is too much: the 30 and the 2 free MiB go back
     assert (allocator.allocated, allocator.reserved) == (52 * MIB, 52 * MIB)
     assert (allocator.peak_allocated, allocator.peak_reserved) == (52 * MIB, 52 * MIB)
     allocator.free(held)
     with pytest.raises(OutOfMemory) as raised:
-        allocator.malloc(26 * MIB)  # and the 12 go back, but 40 + 26 is still too much
+        allocator.take(26 * MIB)  # and the 12 go back, but 40 + 26 is still too much
     assert (raised.value.requested, raised.value.allocated, raised.value.reserved) == (
         26 * MIB,
         40 * MIB,
         40 * MIB,
     )
-    allocator.malloc(24 * MIB)  # all 64 can be used
+    allocator.take(24 * MIB)  # all 64 can be used
     assert allocator.reserved == 64 * MIB
 
 
 def test_a_segment_that_is_partly_used_is_not_returned() -> None:
     allocator = CachingAllocator(capacity=32 * MIB)
-    allocator.malloc(2 * MIB)  # 18 MiB of its segment lie free
+    allocator.take(2 * MIB)  # 18 MiB of its segment lie free
     with pytest.raises(OutOfMemory) as raised:
-        allocator.malloc(19 * MIB)  # 12 MiB of the card and 18 cached: but not in one piece
+        allocator.take(19 * MIB)  # 12 MiB of the card and 18 cached: but not in one piece
     error = raised.value
     assert (error.requested, error.allocated, error.reserved) == (19 * MIB, 2 * MIB, 20 * MIB)
-    allocator.malloc(18 * MIB)  # what is cached serves
+    allocator.take(18 * MIB)  # what is cached serves
 
 
 def test_a_small_request_can_run_out_where_large_ones_lie_free() -> None:
     allocator = CachingAllocator(capacity=20 * MIB)
-    allocator.malloc(2 * MIB)
+    allocator.take(2 * MIB)
     with pytest.raises(OutOfMemory):
-        allocator.malloc(1)
+        allocator.take(1)
 
 
 def test_a_replay_gives_the_block_of_each_storage_and_what_was_reserved_by_then() -> None:
@@ -437,7 +437,7 @@ def allocator(capacity: int | None = None) -> CachingAllocator:
 
 def freed(of: CachingAllocator, *sizes: int) -> None:
     """Have blocks of these MiB free in the cache, a segment each."""
-    for address in [of.malloc(size * MIB) for size in sizes]:
+    for address in [of.take(size * MIB).address for size in sizes]:
         of.free(address)
 
 
@@ -445,7 +445,7 @@ def freed(of: CachingAllocator, *sizes: int) -> None:
 def test_which_blocks_serve(cached: int, asked: int, allocated: int, reserved: int) -> None:
     found = allocator()
     freed(found, cached)
-    found.malloc(asked * MIB)
+    found.take(asked * MIB)
     assert (found.allocated, found.reserved) == (allocated * MIB, reserved * MIB)
 
 
@@ -459,7 +459,7 @@ def test_what_is_returned_first(
         naive.malloc(size * MIB, 0, handle)
     for handle in range(len(cached)):
         naive.free(handle)
-    found.malloc(asked * MIB)
+    found.take(asked * MIB)
     naive.malloc(asked * MIB, 0, -1)
     assert found.reserved == naive.reserved == (sum(kept) + asked) * MIB
 
@@ -468,7 +468,7 @@ def test_it_can_be_out_of_memory() -> None:
     found = allocator(200)
     freed(found, 150)
     with pytest.raises(OutOfMemory, match=r"^221249536 bytes with 0 allocated, 0 reserved"):
-        found.malloc(211 * MIB)
+        found.take(211 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -487,7 +487,7 @@ def test_it_can_be_out_of_memory() -> None:
 def test_requests_on_an_empty_card_by_segments(requests: list[int], allocated: int, reserved: int) -> None:
     allocator = ExpandableSegments()
     for size in requests:
-        allocator.malloc(size)
+        allocator.take(size)
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
@@ -498,7 +498,7 @@ def test_a_longer_request_extends_what_lies_free_at_the_end() -> None:
     for kind in (CachingAllocator, ExpandableSegments):
         allocator = kind()
         for n, factor in requests:
-            allocator.free(allocator.malloc(n * factor * MIB))
+            allocator.free(allocator.take(n * factor * MIB).address)
         reserved[kind] = allocator.reserved
     assert reserved == {
         CachingAllocator: (40 + 80 + 100 + 120 + 140 + 160 + 180) * MIB,
@@ -508,27 +508,27 @@ def test_a_longer_request_extends_what_lies_free_at_the_end() -> None:
 
 def test_blocks_before_missing_pages_are_taken_last() -> None:
     allocator = ExpandableSegments()
-    first = allocator.malloc(30 * MIB)
-    held = allocator.malloc(25 * MIB)  # 5 MiB of 60 remain at the end, before pages that may come
+    first = allocator.take(30 * MIB).address
+    held = allocator.take(25 * MIB).address  # 5 MiB of 60 remain at the end, before pages that may come
     allocator.free(first)
     # 5 fit best, but can grow
-    assert allocator.malloc(4 * MIB) == first
-    assert allocator.malloc(30 * MIB) > held
+    assert allocator.take(4 * MIB).address == first
+    assert allocator.take(30 * MIB).address > held
     assert allocator.reserved == 100 * MIB
 
 
 def test_free_pages_within_a_segment_are_returned_and_filled_again() -> None:
     allocator = ExpandableSegments(capacity=100 * MIB)
-    small = allocator.malloc(512)
-    first, middle = allocator.malloc(10 * MIB), allocator.malloc(60 * MIB)
-    last = allocator.malloc(10 * MIB)
+    small = allocator.take(512).address
+    first, middle = allocator.take(10 * MIB).address, allocator.take(60 * MIB).address
+    last = allocator.take(10 * MIB).address
     allocator.free(middle)
     assert allocator.reserved == 82 * MIB
     # other streams cannot use what lies free, but pages: those from 20 to 60 MiB go, those around are shared
-    other = allocator.malloc(40 * MIB, stream=1)
+    other = allocator.take(40 * MIB, stream=1).address
     assert (allocator.reserved, allocator.peak_reserved) == (82 * MIB - 40 * MIB + 40 * MIB, 82 * MIB)
     allocator.free(other)
-    assert allocator.malloc(60 * MIB) == middle
+    assert allocator.take(60 * MIB).address == middle
     assert [sum(size for _, size, _ in blocks) for blocks in allocator.segments()] == [2 * MIB, 80 * MIB]
     for address in (small, first, middle, last):
         allocator.free(address)
@@ -536,15 +536,15 @@ def test_free_pages_within_a_segment_are_returned_and_filled_again() -> None:
 
 def test_out_of_memory_counts_pages() -> None:
     allocator = ExpandableSegments(capacity=39 * MIB)
-    allocator.malloc(19 * MIB)
+    allocator.take(19 * MIB)
     with pytest.raises(OutOfMemory) as raised:
-        allocator.malloc(2 * MIB)  # 20 MiB of the card are left, less one
+        allocator.take(2 * MIB)  # 20 MiB of the card are left, less one
     assert (raised.value.requested, raised.value.allocated, raised.value.reserved) == (
         2 * MIB,
         19 * MIB,
         20 * MIB,
     )
-    allocator.malloc(MIB)
+    allocator.take(MIB)
     assert allocator.reserved == 22 * MIB
 
 

@@ -23,7 +23,7 @@ for named in sys.argv[1:]:
     os.environ["{SCENARIO}"] = scenario
     telemetry._CLOSING_S = 0.2 if scenario == "hangs" else 60
     with telemetry.Telemetry(uuid or "{UUIDS[0]}", interval_s=0.001) as watched:
-        while watched.is_watching and watched.samples < {SAMPLES}:
+        while watched._thread.is_alive() and watched.samples < {SAMPLES}:
             time.sleep(0.001)
     rows[named] = watched.summary(steps={STEPS})
 print(json.dumps(rows))

@@ -26,7 +26,7 @@ from spbench.bench.measurement import Measurement
 from spbench.bench.tools.calibrate import compute_rates, ways
 from spbench.bench.tools.calibrate.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
-from spbench.bench.tools.calibrate.fit import Fit, Known, chosen, fitted, profile, residuals, summary
+from spbench.bench.tools.calibrate.fit import TABLES, Fit, Known, chosen, fitted, profile, residuals, summary
 from spbench.bench.tools.calibrate.machine_report import cluster_yaml, sample_rows
 from spbench.bench.tools.calibrate.measured_cluster import _on_rank, cluster_of
 from spbench.bench.tools.calibrate.operator_times import OPERATOR
@@ -201,13 +201,17 @@ def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0
 def test_order_and_errors() -> None:
     # 2 and 3 are the wrong way round, and their samples overlap; the other shape is far away
     found = agreement([row(1, 1), row(2, 6, spread=0.6), row(3, 4, spread=0.6), row(100, 50, seq_len=256)])
-    assert found.tau == pytest.approx(4 / 6)  # five of six pairs alike, one not
-    assert (found.clear_pairs, found.clear_pairs_alike) == (2, 2)
-    assert found.worst_error == pytest.approx(2.0)
-    assert found.median_error == pytest.approx((1 / 3 + 1 / 2) / 2)
-    assert str(found).startswith("error: median 42%, worst 200%; Kendall's tau 0.67; of pairs")
+    assert found["tau"] == pytest.approx(4 / 6)  # five of six pairs alike, one not
+    assert (found["clear_pairs"], found["clear_pairs_alike"]) == (2, 2)
+    assert found["worst_error"] == pytest.approx(2.0)
+    assert found["median_error"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    assert TABLES.text("agreement", found) == (
+        "error: median 42%, worst 200%; Kendall's tau 0.67; of pairs of one shape whose samples do not "
+        "overlap 2 of 2 in the measured order"
+    )
     reverse = agreement([row(1, 3), row(2, 2), row(3, 1)])
-    assert (reverse.tau, reverse.clear_pairs, reverse.clear_pairs_alike) == (pytest.approx(-1), 3, 0)
+    assert reverse["tau"] == pytest.approx(-1)
+    assert (reverse["clear_pairs"], reverse["clear_pairs_alike"]) == (3, 0)
 
 
 def test_the_cells_have_each_strategy_on_each_number_of_ranks() -> None:
@@ -276,8 +280,8 @@ def test_planted_scalars_are_found() -> None:
     assert found.link_efficiency == pytest.approx(0.25, rel=1e-9)
     assert found.fitted_on == [cells[0].cell.key, cells[1].cell.key]
     lines = residuals(FITS, cells, TABLE, "tokens")
-    assert [line.role for line in lines] == ["calibrated", "calibrated", "held out"]
-    assert lines[2].relative_error == pytest.approx(0, abs=1e-9)
+    assert [line["role"] for line in lines] == ["calibrated", "calibrated", "held out"]
+    assert lines[2]["relative_error"] == pytest.approx(0, abs=1e-9)
     assert summary(lines) == "1 cells held out: median error 0.0%, worst 0.0%"
     copied = yaml.safe_load(screen_of(Output([profile(found, "fp16")]), 40))
     assert copied["calibration"]["fp16"]["fitted_on"] == found.fitted_on
@@ -299,9 +303,9 @@ def test_fits_that_move_each_other_settle() -> None:
 def test_rows_that_disagree_share_the_error_and_leaving_one_out_shows_it() -> None:
     cells = [known(1, 1.0, 0.0, TRUTH, 1.1), known(1, 2.0, 0.0, TRUTH, 1 / 1.1)]
     lines = residuals(FITS[:1], cells, TABLE, "tokens")
-    assert lines[0].relative_error == pytest.approx(1 / 1.1 - 1)
-    assert lines[1].relative_error == pytest.approx(0.1)
-    assert lines[0].left_out == pytest.approx(math.pow(1.1, -2) - 1)
+    assert lines[0]["relative_error"] == pytest.approx(1 / 1.1 - 1)
+    assert lines[1]["relative_error"] == pytest.approx(0.1)
+    assert lines[0]["left_out"] == pytest.approx(math.pow(1.1, -2) - 1)
     assert summary(lines) == "no cell is held out: all were fitted on"
 
 

@@ -16,13 +16,8 @@ from spbench.plots.style import backend_name, length_text, model_name, strategy_
 
 #: the folder in results/ with CSV files that `spbench advise --format csv` printed
 FOLDER = "advice"
-#: the columns that are equal in all lines of a question, and the columns that a file must have
-_QUESTION = ("model", "cluster", "gpus", "seq_len", "batch")
-_NEEDED = (*_QUESTION, "strategy", "mesh", "backend", "step_time_s", "peak_memory_bytes")
-_NUMBERS = (
-    *("step_time_s", "step_time_low_s", "step_time_high_s", "compute_floor_s", "links_floor_s"),
-    *("tokens_per_s", "mfu", "peak_memory_bytes"),
-)
+#: the columns of the question, the further columns that a file must have, and the columns of numbers
+_COLUMNS = TABLES.forms["columns"]["advice"]
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
@@ -45,9 +40,9 @@ def kept(folder: Path) -> list[list[dict[str, str]]]:
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            if set(_NEEDED) <= set(reader.fieldnames or ()):
+            if {*_COLUMNS["question"], *_COLUMNS["needed"]} <= {*(reader.fieldnames or ())}:
                 for line in reader:
-                    questions.setdefault(tuple(line[name] for name in _QUESTION), []).append(line)
+                    questions.setdefault(tuple(line[name] for name in _COLUMNS["question"]), []).append(line)
     return list(questions.values())
 
 
@@ -69,7 +64,7 @@ def drawing(name: str, lines: Sequence[Mapping[str, str]]) -> DataTable:
 def _with_numbers(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line of a file of answers, with texts of numbers as numbers, None for none. The time of the step is
     its one part for :func:`layouts_figure`, as answers lack the parts of a step."""
-    numbers = {name: float(line[name]) if line.get(name) else None for name in _NUMBERS}
+    numbers = {name: float(line[name]) if line.get(name) else None for name in _COLUMNS["numbers"]}
     return {**line, **numbers, "parts": {"time of a step": numbers["step_time_s"]}}
 
 

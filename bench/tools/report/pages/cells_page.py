@@ -9,30 +9,22 @@ from spbench.bench.files import csv_text
 from spbench.bench.measure import commit_of
 from spbench.bench.row import finite
 from spbench.bench.tools.report.gathered import CellResult, Gathered
-from spbench.bench.tools.report.page import Page, from_template
-
-#: the columns by whose values readers can filter, if the column has several values
-_CHOSEN = ("scenario", "model", "strategy", "cluster", "engine", "precision", "variant", "status", "origin")
-#: the columns that the page shows before readers choose others
-_SHOWN = (
-    *("scenario", "model", "strategy", "world_size", "mesh", "batch", "seq_len", "cluster", "status"),
-    *("answer", "peak_memory_bytes", "step_time_s", "step_time_low_s", "step_time_high_s", "bound"),
-    *("tokens_per_s", "sent_bytes"),
-)
+from spbench.bench.tools.report.page import TABLES, Page, from_template
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """The page cells.html, with cells.csv and two scripts that have the same data."""
+    of_page = TABLES.forms["columns"]["cells"]
     lines = [finite(cell.flat) for cell in gathered.cells]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     rows = [{name: line.get(name) for name in columns} for line in lines]
     data = {
         "columns": columns,
-        "shown": [name for name in _SHOWN if name in columns],
+        "shown": [name for name in of_page["shown"] if name in columns],
         "values": [_column([row[name] for row in rows]) for name in columns],
     }
     details = _pooled([finite(_details(cell)) for cell in gathered.cells])
-    choices = {name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in _CHOSEN}
+    choices = {name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in of_page["chosen"]}
     several = {name: values for name, values in choices.items() if len(values) > 1}
     yield Page(
         "cells.html",
