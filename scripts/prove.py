@@ -16,13 +16,30 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
+from spbench.bench.files import write_whole
 from spbench.bench.measure.verify import proof
-from spbench.bench.measure.verify.verdicts import read_verdicts, write_summary
+from spbench.bench.measure.verify.verdicts import (
+    CASE,
+    RUN,
+    SUMMARY_FILE,
+    Verdict,
+    as_lines,
+    read_verdicts,
+    values_of,
+    verdicts_in,
+)
 from spbench.impls.registries import all_strategies
 
 TREE = Path(__file__).parents[1]
+
+#: the fields that the cases of a group share, of those that could run, and of those that were refused
+GROUP = ("strategy", "model", "part", "dtype", *RUN)
+REFUSED_GROUP = ("strategy", "reason", *RUN)
+#: what a group has no value of
+OF_ONE_CASE: Verdict = {"variant": "", "batch": None, "seq_len": None, "rank": None}
 
 
 def record_tests() -> None:
@@ -44,6 +61,37 @@ def record_tests() -> None:
 def _with_ranks() -> set[str]:
     """The strategies with axes of ranks, which are compared with the single device."""
     return {name for name, cls in all_strategies().items() if cls.axes}
+
+
+def write_summary(folder: Path, verdicts: Iterable[Verdict]) -> None:
+    """Write the groups of these verdicts into a folder's summary, whose earlier groups of the same strategies
+    and backends they replace: a line for all green cases of a strategy, model, part and precision, a line for
+    all cases of a strategy that were refused for one reason, and a line for each red case. A file of hundreds
+    of kilobytes then tells what a file of megabytes does.
+
+    Raises:
+        UserError: the earlier summary cannot be read.
+    """
+    path, groups = folder / SUMMARY_FILE, dict[tuple[str, ...], Verdict]()
+    verdicts = list(verdicts)
+    by = ("strategy", "backend", "device")
+    renewed = {values_of(row, by) for row in verdicts}
+    earlier = [
+        row for row in (verdicts_in(path) if path.exists() else []) if values_of(row, by) not in renewed
+    ]
+    for row in earlier + verdicts:
+        shared = {"unsupported": REFUSED_GROUP, "green": GROUP}.get(row["status"], (*CASE, *RUN))
+        key = values_of(row, ("status", *shared))
+        known = groups.setdefault(key, {**row, "cases": 0})
+        worst = max(known, row, key=lambda each: each["error"] or 0.0)
+        groups[key] = {
+            **worst,
+            "error": worst["error"] and float(f"{worst['error']:.2e}"),
+            "cases": known["cases"] + row["cases"],
+            "size": max(known["size"], row["size"]),
+            **({} if row["status"] == "RED" else OF_ONE_CASE),
+        }
+    write_whole(path, as_lines(groups))
 
 
 def main() -> None:

@@ -4,8 +4,6 @@ between words.
 This module imports neither torch nor pandas nor rich.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import textwrap

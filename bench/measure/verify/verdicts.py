@@ -3,7 +3,7 @@
 A folder has one file of JSON lines: for each run that left verdicts its head (backend, type of device,
 commit, :func:`verified_code`, torch's version, time), then a line for each case, with the fields of
 :class:`VerifyRow`; empty texts and unknown numbers are left out. A folder that is committed has a summary
-instead, with such a line for each group of cases (:func:`write_summary`).
+instead, with such a line for each group of cases (scripts/prove.py).
 """
 
 import json
@@ -38,11 +38,6 @@ CASE = (
     *("strategy", "model", "variant", "part", "size", "mesh", "dtype", "batch", "seq_len"),
     *("backend", "device"),
 )
-#: the fields that the cases of a group share, of those that could run, and of those that were refused
-GROUP = ("strategy", "model", "part", "dtype", *RUN)
-REFUSED_GROUP = ("strategy", "reason", *RUN)
-#: what a group has no value of
-_OF_ONE_CASE: Verdict = {"variant": "", "batch": None, "seq_len": None, "rank": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +124,11 @@ def read_verdicts(folder: Path) -> list[Verdict]:
         UserError: the file cannot be read, or a line is not a verdict.
     """
     path = next((each for name in (VERDICTS_FILE, SUMMARY_FILE) if (each := folder / name).exists()), None)
-    return [] if path is None else _verdicts(path)
+    return [] if path is None else verdicts_in(path)
 
 
-def _verdicts(path: Path) -> list[Verdict]:
+def verdicts_in(path: Path) -> list[Verdict]:
+    """The verdicts in a file, as :func:`read_verdicts` returns them."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -174,53 +170,25 @@ def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[
     """
     verdicts: list[Verdict] = []
     path = folder and folder / VERDICTS_FILE
-    earlier = _verdicts(path) if path and path.exists() else []
+    earlier = verdicts_in(path) if path and path.exists() else []
     try:
         yield verdicts
     finally:
         if path:
-            newest = {_key(row, CASE): row for row in (*earlier, *({**row, **run} for row in verdicts))}
-            write_whole(path, _text(newest))
+            newest = {values_of(row, CASE): row for row in (*earlier, *({**row, **run} for row in verdicts))}
+            write_whole(path, as_lines(newest))
 
 
-def write_summary(folder: Path, verdicts: Iterable[Verdict]) -> None:
-    """Write the groups of these verdicts into a folder's summary, whose earlier groups of the same strategies
-    and backends they replace: a line for all green cases of a strategy, model, part and precision, a line for
-    all cases of a strategy that were refused for one reason, and a line for each red case. A file of hundreds
-    of kilobytes then tells what a file of megabytes does.
-
-    Raises:
-        UserError: the earlier summary cannot be read.
-    """
-    path, groups = folder / SUMMARY_FILE, dict[tuple[str, ...], Verdict]()
-    verdicts = list(verdicts)
-    by = ("strategy", "backend", "device")
-    renewed = {_key(row, by) for row in verdicts}
-    earlier = [row for row in (_verdicts(path) if path.exists() else []) if _key(row, by) not in renewed]
-    for row in earlier + verdicts:
-        shared = {"unsupported": REFUSED_GROUP, "green": GROUP}.get(row["status"], (*CASE, *RUN))
-        key = _key(row, ("status", *shared))
-        known = groups.setdefault(key, {**row, "cases": 0})
-        worst = max(known, row, key=lambda each: each["error"] or 0.0)
-        groups[key] = {
-            **worst,
-            "error": worst["error"] and float(f"{worst['error']:.2e}"),
-            "cases": known["cases"] + row["cases"],
-            "size": max(known["size"], row["size"]),
-            **({} if row["status"] == "RED" else _OF_ONE_CASE),
-        }
-    write_whole(path, _text(groups))
-
-
-def _key(row: Verdict, names: Iterable[str]) -> tuple[str, ...]:
+def values_of(row: Verdict, names: Iterable[str]) -> tuple[str, ...]:
+    """The values of a verdict's fields as texts; "" is an unknown number."""
     return tuple(str(row[name] if row[name] is not None else "") for name in names)
 
 
-def _text(verdicts: Mapping[tuple[str, ...], Verdict]) -> str:
+def as_lines(verdicts: Mapping[tuple[str, ...], Verdict]) -> str:
     """Verdicts by key as JSON lines: runs in order, a run's keys in order, so that a diff shows changes."""
     runs: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
     for case in sorted(verdicts):
-        runs[_key(verdicts[case], RUN)].append(verdicts[case])
+        runs[values_of(verdicts[case], RUN)].append(verdicts[case])
     lines: list[Verdict] = []
     for run in sorted(runs):
         lines.append(dict(zip(RUN, run, strict=True)))

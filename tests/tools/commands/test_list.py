@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from scripts.prove import write_summary
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Output, View
@@ -429,7 +430,7 @@ def test_a_summary_counts_cases_and_keeps_each_red_one(tmp_path: Path) -> None:
     worse = replace(GREEN, size=4, variant="heads=3", error=2.04567e-14, mesh="sp4")
     refused = [replace(GREEN, size=n, status="unsupported", error=None, reason="odd") for n in (3, 5)]
     rows = [asdict(row) | MADE for row in (GREEN, worse, RED, replace(RED, size=8), *refused)]
-    verdicts.write_summary(tmp_path, rows)
+    write_summary(tmp_path, rows)
     found = {(row["status"], row["size"]): row for row in verdicts.read_verdicts(tmp_path)}
     assert {key: row["cases"] for key, row in found.items()} == {
         ("green", 4): 2,
@@ -443,13 +444,13 @@ def test_a_summary_counts_cases_and_keeps_each_red_one(tmp_path: Path) -> None:
 
 def test_a_summary_renews_the_strategies_that_were_verified(tmp_path: Path) -> None:
     pair = replace(GREEN, strategy="tensor_parallel+lasp")
-    verdicts.write_summary(tmp_path, [asdict(row) | MADE for row in (GREEN, pair)])
-    verdicts.write_summary(tmp_path, [asdict(replace(GREEN, error=0.0)) | MADE | {"code": "new"}])
+    write_summary(tmp_path, [asdict(row) | MADE for row in (GREEN, pair)])
+    write_summary(tmp_path, [asdict(replace(GREEN, error=0.0)) | MADE | {"code": "new"}])
     found = {row["strategy"]: (row["code"], row["cases"]) for row in verdicts.read_verdicts(tmp_path)}
     assert found == {pair.strategy: (MADE["code"], 1), GREEN.strategy: ("new", 1)}
 
 
 def test_verdicts_of_all_cases_are_read_in_the_place_of_a_summary(tmp_path: Path) -> None:
-    verdicts.write_summary(tmp_path, [asdict(GREEN) | MADE])
+    write_summary(tmp_path, [asdict(GREEN) | MADE])
     keep(tmp_path, RED)
     assert [row["status"] for row in verdicts.read_verdicts(tmp_path)] == ["RED"]
