@@ -1,7 +1,5 @@
 """A cell, the unit of work of a sweep, and its parts: sizes, training options, searches and training runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping
@@ -50,7 +48,7 @@ class Sizes(_UsualSizes):
         return content
 
     @model_validator(mode="after")
-    def _check_world(self) -> Sizes:
+    def _check_world(self) -> Self:
         impls.check_folds(self.by_axis)
         if self.world > setting_values.MOST_RANKS:
             raise ValueError(
@@ -136,7 +134,7 @@ class TrainingOptions(BaseModel):
     cuda_graph: Literal["none", "layers", "full_iteration"] = "none"
 
     @model_validator(mode="after")
-    def _check_virtual_stages(self) -> TrainingOptions:
+    def _check_virtual_stages(self) -> Self:
         if self.schedule == "interleaved" and self.virtual_stages == 1:
             raise ValueError("schedule: interleaved needs virtual_stages: 2 or more")
         for name in ("virtual_stages", "microbatch_group_size", "overlap_p2p_communication"):
@@ -152,7 +150,7 @@ class TrainingOptions(BaseModel):
         return setting_values.checked(info.field_name, value)
 
     @model_validator(mode="after")
-    def _leave_out_defaults(self) -> TrainingOptions:
+    def _leave_out_defaults(self) -> Self:
         """Remove options of the backend that have their default values, so that equal cells have one key."""
         given = self.__pydantic_extra__ or {}
         for name, default in impls.backend_defaults(self.backend).items() if given else ():
@@ -280,7 +278,7 @@ class Cell(StrictModel):
         return None if order == sorted(order, key=impls.MESH_AXES.index) else order
 
     @model_validator(mode="after")
-    def _check_together(self) -> Cell:
+    def _check_together(self) -> Self:
         if (self.batch or 1) * (self.seq_len or 1) > setting_values.MOST_POSITIONS:
             asked = f"batch {self.batch} of {self.seq_len} positions"
             raise ValueError(f"{asked} are more than {setting_values.MOST_POSITIONS} positions")
@@ -333,7 +331,7 @@ class Cell(StrictModel):
         assert self.seq_len is not None, "seq_len is searched for"
         return self.batch, self.seq_len
 
-    def at(self, value: int) -> Cell:
+    def at(self, value: int) -> Self:
         """The cell with the searched quantity set to ``value``, and without its search."""
         assert self.search is not None
         return self.model_copy(update={self.search.quantity: value, "search": None})

@@ -10,13 +10,12 @@ the last, or another). The tensors that an action frees or waits for belong to a
 micro-batch's forward, to the micro-batch before it in its chunk, or to the first or last ones of a chunk.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
+from typing import Self
 
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.impls import Action, Turn, Turns
@@ -85,7 +84,7 @@ class RankTurns:
         """The end of the pipeline at which the rank is: -1 the first, 1 the last, 0 neither."""
         return (self.of.rank == self.of.ranks - 1) - (self.of.rank == 0)
 
-    def shorter(self) -> Iterator[RankTurns]:
+    def shorter(self) -> Iterator[Self]:
         """Yield the short steps from which this step may be put together, the shortest first."""
         of = self.of
         if of.chunks == 1:
@@ -96,7 +95,7 @@ class RankTurns:
             return
         # a whole step runs three periods once it alternates
         least = min(len(of), self.ahead + 3 * of.period)
-        of_groups: list[RankTurns] = []
+        of_groups: list[Self] = []
         for group in _SHORT_GROUPS:
             ranks = ((rank, group + more) for more in range(2) for rank in range(group + more))
             steps = (
@@ -113,7 +112,7 @@ class RankTurns:
             of_groups += islice(alike, 1)
         yield from sorted(of_groups, key=lambda short: short._touching != self._touching)
 
-    def _shorter_of_one_chunk(self) -> Iterator[RankTurns]:
+    def _shorter_of_one_chunk(self) -> Iterator[Self]:
         count, ahead = len(self.of), self.ahead
         both, tail = count - ahead, max(0, 2 * ahead - count)
         # a rank that is 0 or 1 forwards ahead has no first forwards that differ from its other forwards
@@ -235,7 +234,7 @@ class RankTurns:
             alike[self._kind(action)].append((self._where(action), place))
         return alike
 
-    def like(self, place: int, other: RankTurns) -> int:
+    def like(self, place: int, other: Self) -> int:
         """The place, in the short step ``other``, of the action that is most like this step's at ``place``.
 
         Raises:
@@ -269,7 +268,7 @@ class RankTurns:
         before = turn._replace(micro_batch=turn.micro_batch - 1) if turn else None
         yield (numbers.get(before) if before else None), 1
 
-    def moved(self, place: int, of: int, other: RankTurns, to: int) -> int:
+    def moved(self, place: int, of: int, other: Self, to: int) -> int:
         """The place in ``other`` to which its action at ``to`` refers, if the like action of this step, at
         ``place``, refers to place ``of``.
 
@@ -285,7 +284,7 @@ class RankTurns:
             raise NotAlike(f"there is no {action[0]} {action[1]}")
         return other._places[action]
 
-    def _moved(self, place: int, name: str, number: int, other: RankTurns, to: int) -> int:
+    def _moved(self, place: int, name: str, number: int, other: Self, to: int) -> int:
         forwards = name in _FORWARD
         if place < len(self):
             near = zip(self._near(place, forwards), other._near(to, forwards), strict=True)

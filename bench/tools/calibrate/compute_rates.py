@@ -3,8 +3,6 @@
 All ranks measure at once, so that the rates include the effect of shared cores, caches and memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -12,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -58,7 +56,7 @@ class RateSweep:
     longest_call_s: float = 0.25
 
     @classmethod
-    def of_gpus(cls, **sizes: Any) -> RateSweep:
+    def of_gpus(cls, **sizes: Any) -> Self:
         """The default sizes for GPUs, in which the fields ``sizes`` replace the defaults."""
         usual = read_yaml(Path(__file__).with_name("tables.yaml"))["sizes of gpus"]
         by_default = {name: tuple(values) for name, values in usual.items()}

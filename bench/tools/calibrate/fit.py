@@ -4,14 +4,12 @@ Each scalar is fitted on rows of its own, so that the mean of log(simulated / pu
 rows is zero; the step time is monotonic in each scalar. The fits are repeated until no scalar moves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 import scipy  # whose parts, a second of imports, are imported as they are first used
 import torch
@@ -44,7 +42,7 @@ class Fit:
     rows: Mapping[str, str]
 
     @classmethod
-    def parse(cls, text: str) -> Fit:
+    def parse(cls, text: str) -> Self:
         """The fit in a text ``scalar:column=value,column=value``; UserError for another form or scalar."""
         scalar, _, conditions = text.partition(":")
         if scalar not in BOUNDS:

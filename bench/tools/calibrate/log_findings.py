@@ -4,8 +4,6 @@
 above the card's datasheet. The check covers all kinds of logs, also those of plug-ins.
 """
 
-from __future__ import annotations
-
 import gzip
 import math
 import re
@@ -15,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from spbench.bench import measure
 from spbench.bench.errors import UserError
@@ -68,7 +66,7 @@ class TimedMatmul:
     @classmethod
     def of_shape(
         cls, precision: measure.Precision, m: int, n: int, k: int, seconds: float, batch: int = 1
-    ) -> TimedMatmul:
+    ) -> Self:
         """The matmul [M, K] x [K, N] that is done ``batch`` times in ``seconds``."""
         size = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[precision]
         return cls(precision, 2.0 * batch * m * n * k, size * batch * (m * k + k * n + m * n), seconds)

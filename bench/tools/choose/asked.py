@@ -2,8 +2,6 @@
 with changed figures, so that workers and scenarios can name that cluster; and the layout that a job or a
 scenario already has, with the options that every other layout keeps."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re
@@ -11,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError, shown, suggestion
@@ -260,7 +258,7 @@ class OwnLayout:
     job: str = ""
 
     @classmethod
-    def of(cls, cell: Cell, said: Mapping[str, Any], job: str = "") -> OwnLayout:
+    def of(cls, cell: Cell, said: Mapping[str, Any], job: str = "") -> Self:
         """The layout of a cell.
 
         Args:

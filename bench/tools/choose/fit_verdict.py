@@ -1,14 +1,12 @@
 """Whether a cell fits, and by how much, in numbers and words: the verdict on the measurement of a cell or of
 a changed cell. Modules have the names of the job's own program."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
@@ -124,7 +122,7 @@ class Verdict:
         """Seconds of a step; None: the cell cannot be timed."""
         return self.measurement.get("step_time_s")
 
-    def price(self, before: Verdict) -> float | None:
+    def price(self, before: Self) -> float | None:
         """The step time divided by that of ``before``, without the change; None: one has no time."""
         return self.step_s / before.step_s if self.step_s and before.step_s else None
 

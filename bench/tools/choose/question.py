@@ -1,11 +1,9 @@
 """The question of `spbench advise`: one model, length and batch on a number of GPUs of a cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
@@ -92,7 +90,7 @@ class Question:
         update = {"sizes": Sizes(dp=dp), "batch": batch, "training": TrainingOptions.model_validate(content)}
         return self.cell.model_copy(update={**update, **parts})
 
-    def with_figures(self, figures: Mapping[str, str]) -> Question:
+    def with_figures(self, figures: Mapping[str, str]) -> Self:
         """The same question on a cluster with other figures, by dotted name.
 
         Raises:

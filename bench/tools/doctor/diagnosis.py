@@ -7,8 +7,6 @@ The checks in this module are of Python, of installed libraries, and of the syst
 limit of open files, cores and memory.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -27,7 +25,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Literal, Self
 
 from spbench import impls
 from spbench.bench.files import CACHE_FOLDER, cache_folder
@@ -70,7 +68,7 @@ class Observation:
         remedy: str,
         otherwise: Literal["warning", "missing"] = "warning",
         is_needed: bool = False,
-    ) -> Observation:
+    ) -> Self:
         """An observation with status "ok" if the subject works, else ``otherwise`` with the remedy."""
         return cls(subject, "ok", found) if works else cls(subject, otherwise, found, remedy, is_needed)
 

@@ -1,14 +1,12 @@
 """An account of a job's arguments: the settings made from the arguments, and each argument's outcome."""
 
-from __future__ import annotations
-
 import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from spbench.bench.errors import UserError, listed
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, may_move, shown
@@ -86,7 +84,7 @@ class Account:
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    calls: Mapping[str, Callable[[Account], None]] = field(default_factory=dict)
+    calls: Mapping[str, Callable[[Self], None]] = field(default_factory=dict)
     flags: list[tuple[str, Any, str]] = field(default_factory=list)
 
     @property

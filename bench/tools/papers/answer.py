@@ -4,8 +4,6 @@ The kinds are the modules of :mod:`tools.papers.answers`, which are detected. :f
 scenario with its answers and raises errors for mistakes; :func:`compare` compares the numbers with ours.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +71,7 @@ class ScenarioResults:
         """The variant of the first cell; all cells of a part of :meth:`split` have the same variant."""
         return self.cells[0].variant
 
-    def split(self) -> list[ScenarioResults]:
+    def split(self) -> list[Self]:
         """These results in parts, one for each variant, cluster and engine, in the order of the cells."""
         parts = grouped(self.cells, lambda cell: (cell.variant, cell.cluster, cell.engine))
         return [replace(self, cells=cells) for cells in parts.values()]

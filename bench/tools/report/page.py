@@ -9,8 +9,6 @@ to CommonMark there are tables, ``## Title {#place}`` for an address that links 
 for words in the colour of a verdict: good, partly, bad or unjudged.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re
@@ -19,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
@@ -289,7 +287,7 @@ class Page:
             yield parts[int(text)] if at % 2 else Html(html_of(text))
 
     def rendered(
-        self, navigation: Sequence[tuple[str, Sequence[Page]]] = (), documentation: str = ""
+        self, navigation: Sequence[tuple[str, Sequence[Self]]] = (), documentation: str = ""
     ) -> dict[str, str | bytes]:
         """The contents of files by path: the page with links to all pages, its tables, figures and files.
 
