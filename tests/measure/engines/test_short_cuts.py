@@ -25,7 +25,7 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.trace import step_records
-from spbench.bench.measure.trace.event_log import RecordedEvent, Streams
+from spbench.bench.measure.trace.event_log import RecordedEvent
 from spbench.impls import rings
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.optimizer import Optimizer
@@ -405,13 +405,13 @@ def test_a_stage_is_put_together_or_refused_where_it_is_not_made_of_turns() -> N
 def test_all_are_run_where_points_of_streams_are_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held, watch = [], Streams.watch
+    held, recorded = [], RecordedEvent.__init__
 
-    def hold(streams: Streams, event: RecordedEvent) -> None:
-        watch(streams, event)
+    def hold(event: RecordedEvent, *arguments: Any, **options: Any) -> None:
+        recorded(event, *arguments, **options)
         held.append(event)
 
-    monkeypatch.setattr(Streams, "watch", hold)
+    monkeypatch.setattr(RecordedEvent, "__init__", hold)
     with noting(monkeypatch) as taken:
         tracing.trace(piped("zero3", 1), events=True)
     assert not taken
