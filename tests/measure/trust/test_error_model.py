@@ -19,7 +19,7 @@ from spbench.bench.measure.trust import bands
 from spbench.bench.measure.trust.error_model import ErrorModel, Interval
 from spbench.bench.measure.trust.fit_certainty import Evidence, Filled, certainty, packaged_evidence
 from spbench.bench.measurement import filled
-from spbench.bench.setting_values import STAND_INS, STOOD_IN, StandIn
+from spbench.bench.setting_values import STAND_INS, StandIn
 from spbench.bench.tools.papers import error_fits
 from spbench.bench.tools.papers.error_fits import overall
 
@@ -76,6 +76,10 @@ def drawn(
     return found
 
 
+#: a class of times with a stand-in
+DEEPSPEED_AS_FSDP = "DeepSpeed priced as fully_shard"
+
+
 def width(model: ErrorModel, rates: str = "sourced", bound: str = "matmul") -> float:
     low, high, _ = model.band(rates, bound, "a")
     return math.log(high / low)
@@ -111,16 +115,16 @@ def test_a_source_of_one_row_weighs_half() -> None:
 
 def test_steps_of_a_stand_in_have_an_interval_of_their_own_side_and_move_no_other() -> None:
     def stood_in(**errors: list[float]) -> ErrorModel:
-        some = [StepObservation(s, STOOD_IN[1], "host", "a", e) for s, of in errors.items() for e in of]
+        some = [StepObservation(s, DEEPSPEED_AS_FSDP, "host", "a", e) for s, of in errors.items() for e in of]
         return fit([*drawn(1), *some])
 
     plain = fit(drawn(1))
     few, many = stood_in(a=[-0.2, -0.9]), stood_in(a=[-0.9], b=[-0.1, 0.5], c=[-0.3], d=[-0.2], e=[-0.4])
     assert replace(few, of_stand_ins={}) == plain
-    low, high, words = few.band(STOOD_IN[1], "matmul", "a")
+    low, high, words = few.band(DEEPSPEED_AS_FSDP, "matmul", "a")
     assert (low, high) == (plain.band("sourced", "matmul", "a")[0], pytest.approx(math.exp(0.9)))
     assert words.startswith("DeepSpeed priced as fully_shard: 1 source, 2 rows; sourced rates, matmul")
-    assert many.band(STOOD_IN[1], "matmul", "a")[1] == pytest.approx(math.exp(0.4))
+    assert many.band(DEEPSPEED_AS_FSDP, "matmul", "a")[1] == pytest.approx(math.exp(0.4))
 
 
 def test_a_bound_with_few_sources_is_drawn_to_its_class() -> None:
@@ -477,7 +481,8 @@ def stood_in(*some: StandIn) -> dict[str, Any]:
     return {"rates": str(some[0]), "priced_by": [each.price for each in some]}
 
 
-DEEPSPEED = stood_in(STAND_INS[1])
+BY_WORK = {each.work: each for each in STAND_INS}
+DEEPSPEED = stood_in(BY_WORK["DeepSpeed"])
 
 
 def test_a_row_names_the_program_that_another_stands_in_for() -> None:
@@ -509,8 +514,11 @@ def test_a_time_with_one_end_of_its_interval_stands_alone(missing: str) -> None:
         (DEEPSPEED, "2.00 s -10% +101%, DeepSpeed priced as fully_shard"),
         # no narrower than that of its rates, and of what was never measured as wide as others
         (DEEPSPEED | {"bound": "bubble"}, "2.00 s -50% +101%, DeepSpeed priced as fully_shard"),
-        (stood_in(STAND_INS[3]), "2.00 s -50% +101%, expert parallelism, measured slower"),
-        (stood_in(STAND_INS[1], STAND_INS[3]) | {"rates": "datasheet"}, "2.00 s -50% +101%, uncalibrated"),
+        (stood_in(BY_WORK["expert parallelism"]), "2.00 s -50% +101%, expert parallelism, measured slower"),
+        (
+            stood_in(BY_WORK["DeepSpeed"], BY_WORK["expert parallelism"]) | {"rates": "datasheet"},
+            "2.00 s -50% +101%, uncalibrated",
+        ),
         ({"step_time_s": None}, ""),
     ],
 )
