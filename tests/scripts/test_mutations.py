@@ -1,6 +1,6 @@
 """The script that counts which random mistakes the tests find.
 The JSON schemas of docs/schemas. docs/internals/performance.md holds what was measured. The errors of
-interpolation: by hand on a small table, and the committed ones of a small file."""
+interpolation: by hand on a small table, and the committed ones of a small file. A hook's tests."""
 
 import ast
 import copy
@@ -18,11 +18,12 @@ import pytest
 from coverage import CoverageData
 from jsonschema import Draft202012Validator
 
+from scripts.covering_tests import covering_tests
 from scripts.schemas import FOLDER, SCHEMAS, scenario, text_of
 from spbench.bench.measure.clusters.rate_tables import RateTable
 from spbench.bench.measure.scenarios.scenario import PACKAGE
 from spbench.bench.yaml_files import packaged, read_yaml
-from tests.grid import data
+from tests.grid import data, tabled
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -189,3 +190,9 @@ def test_the_committed_line_of_a_table_is_what_the_script_computes() -> None:
         committed = {row["table"]: row for row in csv.DictReader(lines)}
     computed = SCRIPT["row"]("l40s-collectives")
     assert {name: str(value) for name, value in computed.items()} == committed["l40s-collectives"]
+
+
+@tabled(__file__, "test_the_tests_of_changed_files")
+def test_the_tests_of_changed_files(files: list[str], tests: list[str]) -> None:
+    assert covering_tests(files) == tests
+    assert all((SCRIPTS.parent / each).exists() for each in tests)

@@ -432,12 +432,8 @@ def test_a_summary_counts_cases_and_keeps_each_red_one(tmp_path: Path) -> None:
     rows = [asdict(row) | MADE for row in (GREEN, worse, RED, replace(RED, size=8), *refused)]
     write_summary(tmp_path, rows)
     found = {(row["status"], row["size"]): row for row in verdicts.read_verdicts(tmp_path)}
-    assert {key: row["cases"] for key, row in found.items()} == {
-        ("green", 4): 2,
-        ("RED", 2): 1,
-        ("RED", 8): 1,
-        ("unsupported", 5): 2,
-    }
+    cases = {("green", 4): 2, ("RED", 2): 1, ("RED", 8): 1, ("unsupported", 5): 2}
+    assert {key: row["cases"] for key, row in found.items()} == cases
     assert (found["green", 4]["error"], found["green", 4]["mesh"]) == (2.05e-14, "sp4")
     assert found["green", 4].items() >= MADE.items()
 
