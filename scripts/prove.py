@@ -36,7 +36,7 @@ from spbench.impls.registries import all_strategies
 TREE = Path(__file__).parents[1]
 
 #: the fields that the cases of a group share, of those that could run, and of those that were refused
-GROUP = ("strategy", "model", "part", "dtype", *RUN)
+GROUP = ("strategy", "model", "part", "dtype", "bytes", *RUN)
 REFUSED_GROUP = ("strategy", "reason", *RUN)
 #: what a group has no value of
 OF_ONE_CASE: Verdict = {"variant": "", "batch": None, "seq_len": None, "rank": None}

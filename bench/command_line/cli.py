@@ -78,7 +78,10 @@ class _Commands(click.Group):
         return COMMANDS.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return COMMANDS.load(cmd_name) if cmd_name in COMMANDS else None  # type: ignore[return-value]
+        command = COMMANDS.load(cmd_name) if cmd_name in COMMANDS else None
+        if not isinstance(command, click.Command | None):
+            raise errors.UserError(f"{cmd_name}: its entry point names no click.Command; end it in :FUNCTION")
+        return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):

@@ -68,7 +68,6 @@ class CachingAllocator:
     Attributes:
         allocated, reserved: bytes now, as torch.cuda.memory_allocated and memory_reserved count them.
         peak_allocated, peak_reserved: the most such bytes so far.
-        new_segments: how many requests no free block could serve; only these add or return segments.
     """
 
     #: large segments are a multiple of this many bytes
@@ -82,7 +81,7 @@ class CachingAllocator:
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.new_segments = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.returned = 0  # bytes returned to the card because it was full
         # by (stream, whether small): the free blocks as (size, address), in the allocator's order
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
@@ -97,10 +96,7 @@ class CachingAllocator:
         """
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         pool = stream, size <= SMALL_LIMIT
-        block = self._take(size, pool)
-        if block is None:
-            self.new_segments += 1
-            block = self._new_segment(size, pool)
+        block = self._take(size, pool) or self._new_segment(size, pool)
         remaining = block.size - size
         if remaining >= (GRANULE if pool[1] else self.least_rest) and size < self.split_limit:
             rest = self._cut(block, size)

@@ -68,9 +68,8 @@ class Child:
         or where the system does not say."""
         pid = self.process.pid
         with suppress(OSError):
-            state, *rest = (
-                Path(f"/proc/{pid}/task/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-            )
+            told = Path(f"/proc/{pid}/task/{pid}/stat").read_text(encoding="utf-8")
+            state, *rest = told.rpartition(")")[2].split()
             return " ".join(rest[10:12]) if state == "S" else ""
         return ""
 

@@ -177,20 +177,20 @@ def _tell_once(message: Callable[[str], None], text: str) -> None:
 
 
 def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
-    """Remarks on the simulated times of rows: operators of unknown cost, each with the largest number of
-    calls in one cell; times without a rate; softmax attention by matmuls; and the chosen attention kernel, if
-    the scenario names none."""
+    """Remarks on rows: operators of unknown cost, with their most calls in one cell; times without a rate;
+    steps with unverified gradients; attention by matmuls; the attention kernel chosen for the user."""
     unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
-    calls: dict[str, int] = {}
+    calls = Counter[str]()
     for row in rows:
-        for name, n in (row["measurement"].get("unpriced_operators") or {}).items():
-            calls[name] = max(n, calls.get(name, 0))
+        calls |= Counter(row["measurement"].get("unpriced_operators") or {})
     if calls:
         named = ", ".join(f"{name} ({n})" for name, n in sorted(calls.items()))
         yield f"timed by the bytes that they move alone, as their cost is not known: {named}"
     missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in ErrorModel.NO_RATE]
     if missing:
         yield f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
+    for own in dict.fromkeys(row["cell"]["model"] for row in rows if row["cell"]["strategy"] == OWN_STEP):
+        yield f"the gradients of {own} are not verified; spbench verify {own} compares them with one rank's"
     rows = [row for row in rows if row["cell"]["strategy"] != OWN_STEP]
     if names := _attending_by_matmuls(rows):
         yield (

@@ -71,7 +71,8 @@ class Tried:
 
         Args:
             say: takes each change that was tried, and the share of the changes that are done.
-            enough: called before a trace begins; if it returns True, no further trace begins.
+            enough: asked before each trace. Once it is True, none begins, and verdicts of later changes are
+                left out, because how many of these a machine has traced by then depends on its load.
         """
         by_key = suggestions.cells_of(self.cell, changes)
         tasks = [Task(other, self.run) for key, (other, _) in by_key.items() if key not in self.verdicts]
@@ -81,6 +82,9 @@ class Tried:
                 self.verdicts[task.cell.key] = Verdict(task.cell, outcome.measurement, change)
             ending = "fits" if outcome.status == "ok" else outcome.reason or outcome.status
             say(f"{written(change.settings)}: {ending}", number / len(tasks))
+        for key, verdict in [(task.cell.key, self.verdicts.pop(task.cell.key, None)) for task in tasks]:
+            if verdict and not enough():
+                self.verdicts[key] = verdict
         return [self.verdicts[key] for key in by_key if key in self.verdicts]
 
 

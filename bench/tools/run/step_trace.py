@@ -113,7 +113,7 @@ def trace_step(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     Raises:
         UserError: the step cannot be watched, with the user's line.
     """
-    remark(f"tracing {cell.model}")
+    remark(f"tracing {cell.model}, whose gradients are not verified (spbench verify {cell.model})")
     traces = measure.step_traces(cell, ranks)
     result = traces.measurement()
     row, folder = measure.row_of(traces.cell, result), not {".json", ".gz"} & {*output.suffixes}

@@ -234,7 +234,8 @@ class PublishedTable(Answer):
         result = results.rows.get(cell.key)
         ours = None if result is None else quantity.ours(result["measurement"], cell, rank)
         lacks = f"has no {quantity.field}" if ours is None and number.value is not None else ""
-        words = [_word(name, row.text[name]) for name in self.named_by] + quantity.words(rank)
+        named = ((name, row.text[name]) for name in self.named_by)  # a number has its column's name
+        words = [f"{name} {text}" if text.replace(".", "", 1).isdecimal() else text for name, text in named]
         return Comparison.of(
             self.label(row, column, rank),
             [cell],
@@ -243,7 +244,7 @@ class PublishedTable(Answer):
             role=results.role(self.table, number, quantity.field, [cell]),
             notes=[self._options(row), self.note, quantity.note, self._outcome(row, result, lacks)],
             variant=cell.variant,
-            table=f"{self.table}: {', '.join(words)}" if words else self.table,
+            table=": ".join(filter(None, [self.table, ", ".join([*words, *quantity.words(rank)])])),
             quantity=quantity.named or column,
             status_published=self._status(row),
             status_reproduced="" if result is None else result["status"],
@@ -270,8 +271,3 @@ class PublishedTable(Answer):
         """In words, the options that a row gives, because the cell's key has only a hash of its options."""
         optional = [column for column, field in self.match.items() if is_option(field)]
         return ", ".join(f"{column} {row.text[column]}" for column in optional if row.text[column])
-
-
-def _word(column: str, text: str) -> str:
-    """The text of a column, after the column's name if the text is a number."""
-    return f"{column} {text}" if text.replace(".", "", 1).isdecimal() else text
