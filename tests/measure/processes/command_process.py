@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+import spbench.api  # noqa: F401 -- takes its own name of the sweep, which must not be the patched one
 import spbench.bench.measure.sweep.sweep as sweeping
 from spbench.bench.command_line.cli import cli, main
 from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows

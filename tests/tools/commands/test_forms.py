@@ -131,12 +131,13 @@ def test_a_file_adds_a_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_plug_in_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
-    install(tmp_path, "peaks = absent_module:command\nrun = absent_module:command")
+    install(tmp_path, "peaks = absent_module:command\nrun = absent_module:command\ntuples = sys:path")
     for name, message in (
         (
             "peaks",
             "the command peaks (absent_module:command) cannot be loaded: No module named 'absent_module'",
         ),
+        ("tuples", "tuples: its entry point names no click.Command; end it in :FUNCTION"),
         ("run", "2 commands are called 'run': absent_module:command and spbench.bench.tools.run.run_command"),
     ):
         made = plugged_in(tmp_path, name)
