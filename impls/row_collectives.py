@@ -4,6 +4,7 @@
 function              forward                  backward                    use: x before, result after
 ====================  =======================  ==========================  =================================
 all_to_all_rows       all-to-all               all-to-all                  rows for each rank
+move_rows             all-to-all               all-to-all                  rows for each rank
 all_gather_rows       all-gather               reduce-scatter              rows, for another use on each rank
 reduce_scatter_rows   reduce-scatter           all-gather                  parts of a sum, rows
 ====================  =======================  ==========================  =================================
@@ -32,6 +33,11 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
     """All-to-all of rows: sends the rows of x [sum of ``sent``, ...], the next ``sent[i]`` of which are for
     rank i; returns the received rows [sum of ``received``, ...]."""
     return with_gradient(_rows_exchanged, _rows_exchanged_back, x, tuple(sent), tuple(received), group)
+
+
+def move_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """:func:`all_to_all_rows` of rows that are not tokens for experts: no block keeps its result."""
+    return with_gradient(_rows_sent, _rows_sent_back, x, tuple(sent), tuple(received), group)
 
 
 def all_gather_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
@@ -71,15 +77,22 @@ def _own_rows(whole: Tensor, rows: Sequence[int]) -> list[Tensor]:
     return [part[:n] for part, n in zip(whole.chunk(len(rows)), rows, strict=True)]
 
 
+def _rows_sent(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    y = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), [*received], [*sent], group=group)
+    return y
+
+
+def _rows_sent_back(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    return _rows_sent(x, received, sent, group)
+
+
 def _rows_exchanged(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    def exchanged() -> Tensor:
-        y = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(y, x.contiguous(), [*received], [*sent], group=group)
-        return y
-
-    return kept_exchange(exchanged)
+    return kept_exchange(lambda: _rows_sent(x, sent, received, group))
 
 
 def _rows_exchanged_back(

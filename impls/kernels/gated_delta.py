@@ -10,8 +10,18 @@ transform, section 3.3). With T the inverse of I + the strict lower triangle of 
 
 The operators correspond to fla's kernels (ops/gated_delta_rule, ops/common, ops/cp) and allocate the same
 tensors: W, U, V' and the states of blocks, of which none is kept. Forward keeps T, which has a row of one
-block for each position and head. Shapes are those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
+block for each position and head.
+
+Kimi Delta Attention (KDA, Kimi Linear, arXiv 2510.26692, section 3) has a g for each feature of a key: the
+diagonal matrix of exp(g_t) multiplies S before the removal. Then k_i . decay(j to i) k_j is no product of
+k_i . k_j and a number, and gates of all features are too large to keep, so backward sums them again (fla's
+ops/kda).
+
+Shapes are those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
 """
+
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -83,16 +93,38 @@ def _of_groups(x: Tensor, groups: int) -> Tensor:
     return x if x.shape[2] == groups else x.unflatten(2, (groups, -1)).sum(3)
 
 
+class _ForwardOfFeatures(_Forward):
+    def __init__(self, *inputs: Any):
+        super().__init__(*inputs)
+        self.kept = self.kept[1:]
+
+
+class _BackwardOfFeatures(_Backward):
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, starts: list[int], *rest: Any):
+        initial, d_o, inverse = rest
+        sums = block_sums(g, operators.block_of(g), False, starts)
+        super().__init__(q, k, v, g, b, starts, initial, d_o, sums, inverse)
+
+
 class GatedDelta(Rule):
     """The rule whose M is I - b k^T k times the decay, a matrix D x D for each head."""
 
-    forward, backward, scalar = _Forward, _Backward, False
+    forward: ClassVar[Callable[..., Forward]] = _Forward
+    backward: ClassVar[Callable[..., Backward]] = _Backward
+    scalar = False
 
     scale = staticmethod(operators.scale)
 
     @staticmethod
     def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
-        """S_t [B, Z, D, A] from the state S_(t-1) and position t's k [B, Z, D], v [B, Z, A], g, b [B, Z]."""
-        state = g.exp()[..., None, None] * state
+        """S_t [B, Z, D, A] from the state S_(t-1) and position t's k [B, Z, D], v [B, Z, A], b [B, Z] and
+        g [B, Z], for KDA [B, Z, D]."""
+        state = g.exp().view(*g.shape[:2], -1, 1) * state
         written = b.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
         return state + k.unsqueeze(-1) * written.unsqueeze(-2)
+
+
+class KimiDelta(GatedDelta):
+    """The rule of KDA, whose M is (I - b k^T k) Diag(exp(g)), with g [B, L, Z, D]."""
+
+    forward, backward = _ForwardOfFeatures, _BackwardOfFeatures

@@ -24,7 +24,7 @@ def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor, starts: Seque
     """The part of the gradient of V' [B, L, Z, A] that comes from outputs of the same block."""
     blocks = blocks_of(q, starts)
     queries, keys, d_outputs = split(blocks, d_o.shape[2], q, k, d_o)
-    products = scale(q.shape[-1]) * (queries @ keys.mT) * BlockDecay(sums, blocks).between()
+    products = scale(q.shape[-1]) * BlockDecay(sums, blocks).products(queries, keys)
     return blocks.back(products.mT @ d_outputs, d_o)
 
 
@@ -97,21 +97,23 @@ def read_gradients(
     d_states: Tensor,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k and W [B, L, Z, D] and of the sums [B, L, Z], without the parts that come through
+    """The gradients of q, k and W [B, L, Z, D] and of the sums, without the parts that come through
     W and U (:func:`wy_gradients`)."""
     heads, blocks = written.shape[2], blocks_of(q, starts)
     queries, keys, values, d_outputs, d_values = split(blocks, heads, q, k, written, d_o, d_written)
     decay, factor = BlockDecay(sums, blocks), scale(q.shape[-1])
-    between, before, d_after = decay.between(), states.to(keys.dtype), d_states.to(keys.dtype)
-    d_products = factor * (d_outputs @ values.mT) * between
-    d_read, d_kept = factor * decay.from_start * (d_outputs @ before.mT), decay.to_end * (values @ d_after.mT)
-    pairs, of_ends = d_products * (queries @ keys.mT), (keys * d_kept).sum(-1)
-    d_sums = (queries * d_read).sum(-1) + pairs.sum(-1) - pairs.sum(-2) - of_ends
-    decay.add_at_ends(d_sums, of_ends.sum(-1) + (decay.across * before * d_after).sum((-1, -2)))
+    before, d_after = states.to(keys.dtype), d_states.to(keys.dtype)
+    d_q, d_k = decay.product_gradients(factor * (d_outputs @ values.mT), queries, keys)
+    d_kept = decay.to_end * (values @ d_after.mT)
+    d_q, d_k = d_q + factor * decay.from_start * (d_outputs @ before.mT), d_k + d_kept
+    # each key is divided by its decay from the start; what lasts to a block's end is multiplied by the last
+    d_sums = decay.of_gates(queries * d_q - keys * d_k)
+    of_ends = (keys * d_kept).sum(-2) + (decay.across * before * d_after).sum(-1)
+    decay.add_at_ends(d_sums, decay.of_gates(of_ends))
     like = of_heads(k, written)
     return (
-        blocks.back(d_read + d_products @ keys, like),
-        blocks.back(d_kept + d_products.mT @ queries, like),
+        blocks.back(d_q, like),
+        blocks.back(d_k, like),
         blocks.back(-d_values @ before.mT, like),
         blocks.back(d_sums, sums),
     )
@@ -144,13 +146,11 @@ def wy_gradients(
     d_t = d_w @ (strong * started).mT + d_u @ (strong * values).mT
     d_started, d_values = t.mT @ d_w, t.mT @ d_u  # but for b
     d_overlaps = -(t.mT @ d_t @ t.mT).tril(-1)
-    overlaps = keys @ keys.mT * decay.between()
-    of_pairs = d_overlaps * overlaps
-    d_b = (values * d_values).sum(-1) + (started * d_started).sum(-1) + of_pairs.sum(-1)
-    of_pairs = strong * of_pairs
-    d_sums = (strong * started * d_started).sum(-1) + of_pairs.sum(-1) - of_pairs.sum(-2)
-    d_keys = strong * d_overlaps * decay.between()
-    d_k = strong * decay.from_start * d_started + d_keys @ keys + d_keys.mT @ keys
+    d_b = (values * d_values).sum(-1) + (started * d_started).sum(-1)
+    d_b += (d_overlaps * decay.products(keys, keys)).sum(-1)
+    d_later, d_earlier = decay.product_gradients(strong * d_overlaps, keys, keys)
+    d_later += strong * decay.from_start * d_started
+    d_sums, d_k = decay.of_gates(keys * (d_later - d_earlier)), d_later + d_earlier
     return (
         blocks.back(d_k, of_heads(k, v)),
         blocks.back(strong * d_values, v),

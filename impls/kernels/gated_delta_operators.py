@@ -38,8 +38,8 @@ def scale(d: int) -> float:
 
 
 def _overlaps(keys: Tensor, strength: Tensor, decay: BlockDecay) -> Tensor:
-    """The matrix b_i (k_i . k_j) decay(j to i) where j < i, else 0 [B, Z, C, block, block]."""
-    return (strength.unsqueeze(-1) * (keys @ keys.mT) * decay.between()).tril(-1)
+    """The matrix b_i (k_i . decay(j to i) k_j) where j < i, else 0 [B, Z, C, block, block]."""
+    return (strength.unsqueeze(-1) * decay.products(keys, keys)).tril(-1)
 
 
 @operator("spbench::gated_delta_inverse", fake=lambda k, sums, b, starts: _rows(k, sums))
@@ -108,7 +108,7 @@ def output(
     """o [B, L, Z, A] from V' (``written``) and the state before each block [B, Z, C, D, A]."""
     blocks = blocks_of(q, starts)
     (queries, keys, values), decay = split(blocks, written.shape[2], q, k, written), BlockDecay(sums, blocks)
-    o = decay.from_start * queries @ states.to(queries.dtype) + queries @ keys.mT * decay.between() @ values
+    o = decay.from_start * queries @ states.to(queries.dtype) + decay.products(queries, keys) @ values
     return blocks.back(scale(q.shape[-1]) * o, written)
 
 
@@ -119,7 +119,7 @@ def of_heads(k: Tensor, v: Tensor) -> Tensor:
 
 def _rows(k: Tensor, sums: Tensor) -> Tensor:
     """An empty tensor for T [B, L, Z, block]."""
-    return k.new_empty(*sums.shape, block_of(k))
+    return k.new_empty(*sums.shape[:3], block_of(k))
 
 
 def room_for_states(k: Tensor, v: Tensor, starts: Sequence[int]) -> Tensor:
@@ -151,7 +151,7 @@ count_products(OPS.gated_delta_output, 2, lambda n, d, a: n * (d + a) + d * a)
 
 
 @register_flop_formula(OPS.gated_delta_inverse)
-def _inverse_flops(k: Sequence[int], sums: Sequence[int], *_: Any, **__: Any) -> int:
-    batch, length, heads = sums
+def _inverse_flops(k: Sequence[int], sums: Sequence[int], *__: Any, **___: Any) -> int:
+    batch, length, heads, *_ = sums
     block = min(BLOCK, length)
     return 2 * batch * length * heads * block * (k[-1] + block // 3)

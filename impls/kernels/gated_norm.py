@@ -1,6 +1,6 @@
 """A root-mean-square norm and a gate as one operator, which layers apply after a gated recurrence.
 
-    gate last:   y = x / rms(x) weight silu(z)      (Gated DeltaNet: FusedRMSNormGated of fla)
+    gate last:   y = x / rms(x) weight silu(z)      (Gated DeltaNet: FusedRMSNormGated of fla; KDA: sigmoid)
     gate first:  y = u / rms(u) weight, u = x silu(z)     (Mamba-2: RMSNormGated of mamba_ssm)
 
 The norm is over the last dim of x, z and y [..., A]; the weight is [A], or has the last dims of x. As fused
@@ -22,10 +22,12 @@ from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.operator import operator
 
 
-def plain_gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+def plain_gated_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool, sigmoid: bool
+) -> Tensor:
     """y of :func:`gated_norm` by torch's own operators, which keep more tensors for backward."""
     dtype = state_dtype(x.dtype)
-    u, gate = x.to(dtype), F.silu(z.to(dtype))
+    u, gate = x.to(dtype), (torch.sigmoid if sigmoid else F.silu)(z.to(dtype))
     if gate_first:
         u = u * gate
     u = u * (u.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(dtype)
@@ -34,32 +36,34 @@ def plain_gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_firs
 
 @operator(
     "spbench::gated_norm",
-    fake=lambda x, z, weight, eps, gate_first: (
+    fake=lambda x, *_: (
         x.new_empty(x.shape),
         x.new_empty(*x.shape[:-1], 1, dtype=state_dtype(x.dtype)),
     ),
 )
-def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> tuple[Tensor, Tensor]:
+def _gated_norm(
+    x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool, sigmoid: bool
+) -> tuple[Tensor, Tensor]:
     dtype = state_dtype(x.dtype)
-    u = x.to(dtype) * F.silu(z.to(dtype)) if gate_first else x.to(dtype)
+    u = x.to(dtype) * (torch.sigmoid if sigmoid else F.silu)(z.to(dtype)) if gate_first else x.to(dtype)
     rstd = (u.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return plain_gated_norm(x, z, weight, eps, gate_first).contiguous(), rstd.contiguous()
+    return plain_gated_norm(x, z, weight, eps, gate_first, sigmoid).contiguous(), rstd.contiguous()
 
 
 @operator(
     "spbench::gated_norm_backward",
-    fake=lambda d_y, x, z, weight, rstd, gate_first: (
+    fake=lambda d_y, x, z, weight, *_: (
         x.new_empty(x.shape),
         z.new_empty(z.shape),
         weight.new_empty(weight.shape),
     ),
 )
 def _gated_norm_backward(
-    d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, gate_first: bool
+    d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, gate_first: bool, sigmoid: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     precise, d_y = x.to(rstd.dtype), d_y.to(rstd.dtype)
     share = torch.sigmoid(z.to(rstd.dtype))
-    gate, slope = z * share, share * (1 + z * (1 - share))
+    gate, slope = (share, share * (1 - share)) if sigmoid else (z * share, share * (1 + z * (1 - share)))
     normal = rstd * (precise * gate if gate_first else precise)
     d_weighted = d_y if gate_first else d_y * gate
     d_normal = d_weighted * weight
@@ -72,22 +76,31 @@ def _gated_norm_backward(
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-        y, rstd = _gated_norm(x, z, weight, eps, gate_first)
+    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, *how: bool) -> Tensor:
+        y, rstd = _gated_norm(x, z, weight, eps, *how)
         ctx.save_for_backward(x, z, weight, rstd)
-        ctx.gate_first = gate_first
+        ctx.how = how
         return y
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gated_norm_backward(d_y.contiguous(), *ctx.saved_tensors, ctx.gate_first), None, None
+        return *_gated_norm_backward(d_y.contiguous(), *ctx.saved_tensors, *ctx.how), None, None, None
 
 
 def gated_norm(
-    x: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool, way: str = "fused"
+    x: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    gate_first: bool,
+    sigmoid: bool = False,
+    way: str = "fused",
 ) -> Tensor:
-    """y [..., A] for x and z [..., A]; ``way`` is "fused" or "plain", ``gate_first`` as in the module."""
-    return (plain_gated_norm if way == "plain" else _GatedNorm.apply)(x, z, weight, eps, gate_first)
+    """y [..., A] for x and z [..., A]; ``way`` is "fused" or "plain", ``gate_first`` as in the module, and
+    ``sigmoid`` whether the gate is sigmoid(z)."""
+    norm = plain_gated_norm if way == "plain" else _GatedNorm.apply
+    return norm(x, z, weight, eps, gate_first, sigmoid)
 
 
 EPS = 1e-6

@@ -8,7 +8,7 @@ the blocks of mamba_ssm go on over documents and mask pairs of positions of two 
 Shapes: B batch, L sequence, Z heads, G heads of queries and keys, C blocks, size positions in a block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -90,44 +90,83 @@ class Blocks:
 
 @operator("spbench::recurrence_sums", fake=lambda g, block, from_end, starts: g.new_empty(g.shape))
 def block_sums(g: Tensor, block: int, from_end: bool, starts: Sequence[int]) -> Tensor:
-    """The sums [B, L, Z] of g [B, L, Z] from the start of a block up to each position. With ``from_end``, the
-    sums go from each position to the block's end; this turns the gradient of the sums into the gradient of g.
-    A new block begins at each position of ``starts``."""
+    """The sums of g [B, L, Z] or [B, L, Z, D], and in its shape, from the start of a block up to each
+    position. With ``from_end``, the sums go from each position to the block's end; this turns the gradient of
+    the sums into the gradient of g. A new block begins at each position of ``starts``."""
     blocks = Blocks(g.shape[1], block, starts, anew=True)
     x = blocks.of(g, g.shape[2])
-    return blocks.back(x.flip(-1).cumsum(-1).flip(-1) if from_end else x.cumsum(-1), g)
+    return blocks.back(x.flip(3).cumsum(3).flip(3) if from_end else x.cumsum(3), g)
 
 
 class BlockDecay:
-    """The factors of decay in blocks, from the :func:`block_sums` [B, L, Z] of their logarithms. Every
-    exponent is at most 0, so nothing overflows.
+    """The factors of decay in blocks, from the :func:`block_sums` of their logarithms: [B, L, Z] for a factor
+    of each head, [B, L, Z, D] for a factor of each feature of a key. Every exponent is at most 0, so nothing
+    overflows; below, F is 1 or D.
 
     Attributes:
-        from_start: decay from the state before a block to each of its positions [B, Z, C, size, 1].
-        to_end: decay from each position to the state after its block [B, Z, C, size, 1].
-        across: decay from the state before a block to the state after it [B, Z, C, 1, 1].
+        from_start: decay from the state before a block to each of its positions [B, Z, C, size, F].
+        to_end: decay from each position to the state after its block [B, Z, C, size, F].
+        across: decay of the rows of the state before a block up to the state after it [B, Z, C, F, 1].
     """
 
     def __init__(self, sums: Tensor, blocks: Blocks):
-        self.blocks = blocks
+        self.blocks, self._by_head = blocks, sums.ndim == 3
         # padding repeats the last sum, so that it adds no decay
-        self._sums = x = blocks.of(sums, sums.shape[2], last=True)
-        self.from_start = x.exp().unsqueeze(-1)
-        self.to_end = (x[..., -1:] - x).exp().unsqueeze(-1)
+        x = blocks.of(sums, sums.shape[2], last=True)
+        self._sums = x = x.unsqueeze(-1) if self._by_head else x
+        self.from_start = x.exp()
+        self.to_end = (x[..., -1:, :] - x).exp()
         self._begun = begun = blocks.begun(sums.device)
         if begun is not None:
             self.from_start *= (begun == 0).unsqueeze(-1)
             self.to_end *= (begun == begun[:, -1:]).unsqueeze(-1)
-        self.across = self.from_start[..., -1:, :]
+        self.across = self.from_start[..., -1:, :].mT
 
     def between(self) -> Tensor:
-        """The decay from position j of a block to position i [B, Z, C, size, size], 0 where i < j."""
-        distance = self._sums.unsqueeze(-1) - self._sums.unsqueeze(-2)
-        hidden = torch.ones(distance.shape[-2:], dtype=torch.bool, device=distance.device).triu_(1)
-        if self._begun is not None:
-            hidden = hidden | (self._begun.unsqueeze(-1) != self._begun.unsqueeze(-2))
-        return distance.masked_fill_(hidden, -torch.inf).exp_()
+        """A head's decay from position j of a block to position i [B, Z, C, size, size], 0 where i < j."""
+        sums = self._sums.squeeze(-1)
+        distance = sums.unsqueeze(-1) - sums.unsqueeze(-2)
+        return distance.masked_fill_(self._hidden(), -torch.inf).exp_()
+
+    def _hidden(self) -> Tensor:
+        """Whether position i does not see position j of the block [size, size] or [C, size, size]."""
+        size = self._sums.shape[3]
+        hidden = torch.ones(size, size, dtype=torch.bool, device=self._sums.device).triu_(1)
+        if self._begun is None:
+            return hidden
+        return hidden | (self._begun.unsqueeze(-1) != self._begun.unsqueeze(-2))
+
+    def _from_each(self) -> Iterator[tuple[int, Tensor]]:
+        """Yields j and the decay of each feature from position j to all positions [B, Z, C, size, D]. The
+        quotient of two factors of ``from_start`` would overflow, and all j at once would take size times the
+        memory."""
+        hidden = self._hidden()
+        for j in range(self._sums.shape[3]):
+            distance = self._sums - self._sums[..., j : j + 1, :]
+            yield j, distance.masked_fill_(hidden[..., j : j + 1], -torch.inf).exp_()
+
+    def products(self, x: Tensor, y: Tensor) -> Tensor:
+        """The products P_ij = x_i . decay(j to i) y_j [B, Z, C, size, size] of x and y [B, Z, C, size, D]."""
+        if self._by_head:
+            return x @ y.mT * self.between()
+        return torch.cat([(x * decay) @ y[..., j : j + 1, :].mT for j, decay in self._from_each()], -1)
+
+    def product_gradients(self, d_p: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of x and y from the gradient of their :meth:`products`."""
+        if self._by_head:
+            d_p = d_p * self.between()
+            return d_p @ y, d_p.mT @ x
+        d_x, d_y = torch.zeros_like(x), []
+        for j, decay in self._from_each():
+            decay *= d_p[..., j : j + 1]
+            d_x += decay * y[..., j : j + 1, :]
+            d_y.append((decay * x).sum(-2))
+        return d_x, torch.stack(d_y, -2)
+
+    def of_gates(self, d_features: Tensor) -> Tensor:
+        """The gradient of sums [..., F] from what each feature adds to it [..., D]; [...] for F = 1."""
+        return d_features.sum(-1) if self._by_head else d_features
 
     def add_at_ends(self, d_sums: Tensor, d_ends: Tensor) -> None:
-        """Add the gradients of blocks' last sums [B, Z, C] to those of all sums [B, Z, C, size]."""
+        """Add the gradients of blocks' last sums [B, Z, C, ...] to those of all sums [B, Z, C, size, ...]."""
         d_sums[:, :, torch.arange(d_sums.shape[2]), torch.tensor(self.blocks.ends())] += d_ends

@@ -2,7 +2,8 @@
 
 A repeating pattern of letters names the mixer of each layer. For example, Qwen3-Next has three layers of
 Gated DeltaNet to one of softmax attention, MiniMax-01 (arXiv 2501.08313) seven of lightning attention to one,
-and Nemotron-H (arXiv 2504.03624) has Mamba-2.
+Nemotron-H (arXiv 2504.03624) has Mamba-2, and Kimi Linear (arXiv 2510.26692) three layers of Kimi Delta
+Attention to one of latent attention.
 """
 
 import math
@@ -22,8 +23,10 @@ from spbench.impls.models.blocks.architecture import FeedForward
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import Mlp
+from spbench.impls.models.blocks.kimi_delta import KimiDeltaAttention
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
+from spbench.impls.models.blocks.softmax_options import TINY_LATENT
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.presets import published
 from spbench.impls.models.tnl import decay_rates
@@ -32,6 +35,7 @@ from spbench.impls.strategies.base import Strategy
 
 RECURRENCES: Mapping[str, Callable[..., recurrent_mixer.RecurrentLayer]] = {
     "G": recurrent_mixer.GatedDeltaNet,
+    "K": KimiDeltaAttention,
     "M": recurrent_mixer.Mamba2,
 }
 #: the mixer of a layer by the layer's letter in a pattern
@@ -40,6 +44,7 @@ LETTERS = {
     "W": "the same in a sliding window",
     "L": "lightning attention",
     "G": "Gated DeltaNet",
+    "K": "Kimi Delta Attention",
     "M": "Mamba-2",
 }
 #: the signs that may follow a letter: the layer has an MLP, or experts
@@ -58,10 +63,10 @@ class HybridModel(CausalTransformerModel):
         window: the window of layers W; see :class:`CausalTransformerModel`.
         window_rotary_base: the base of RoPE's angles in layers W (Gemma 3, arXiv 2503.19786); None:
             ``rotary_base``.
-        state_heads, state_key_heads: Z and G, heads of values and of keys in layers G and M.
-        key_size, value_size: D and A, the sizes of a key and of a value in layers G and M.
-        convolution: the positions that a short convolution sees in layers G and M.
-        recurrence: how layers G and M are computed, one of :data:`WAYS`.
+        state_heads, state_key_heads: Z and G, heads of values and of keys in layers G, K and M.
+        key_size, value_size: D and A, the sizes of a key and of a value in layers G, K and M.
+        convolution: the positions that a short convolution sees in layers G, K and M.
+        recurrence: how layers G, K and M are computed, one of :data:`WAYS`.
         autotune_states_kib: KiB of the buffer that Triton writes to while it times a recurrence's kernels
             before their first call; see :func:`timed`. 0: the kernels were timed earlier.
         state_processors: the card's multiprocessors, over which backward of Mamba-2 spreads the heads of a
@@ -175,6 +180,8 @@ PRESETS = {
     **published("hybrid", HybridModel),
     "gated-deltanet-tiny": HybridModel(**{**_TINY, "state_key_heads": 12}, pattern="G"),
     "mamba2-tiny": HybridModel(**_TINY, pattern="MM-"),
+    "kda-tiny": HybridModel(**_TINY, pattern="K"),
+    "kimi-linear-tiny": HybridModel(**_TINY, **TINY_LATENT, pattern="KS", position="none"),
     "hybrid-tiny": HybridModel(
         **_TINY, pattern="GS", kv_heads=4, qk_norm=True, output_gate=True, head_dim=8, rotary_share=0.5
     ),

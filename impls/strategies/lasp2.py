@@ -5,17 +5,11 @@ of its own chunk, one all-gather gives each rank all states, and it sums the sta
 own, decayed by the positions between. So no rank waits for another's kernels, and the all-gather runs while
 the rank computes the outputs that need only its own chunk. Backward does the same with the gradients of the
 states of the chunks after its own.
-
-LASP-2H (Sun et al., arXiv 2502.07563): LASP-2 for hybrids of linear and softmax attention.
-
-Every rank holds all weights and a chunk of L/N positions, whatever the layer. Layers of linear attention or
-of a gated recurrence gather states, as in LASP-2. Layers of softmax attention gather keys and values, as in
-Llama 3's context parallelism.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +21,6 @@ from spbench.impls.kernels import linear_attention as kernels
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.packed_linear_attention import LinearAttentionSteps
 from spbench.impls.layout import HEEDS_ALL
-from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.recurrent_chunks import Gather, RecurrentChunks
 from spbench.impls.traffic import Traffic
@@ -117,29 +110,3 @@ class Lasp2(RecurrentChunks):
         here, lower, higher = self.rank, last[: self.rank], first[self.rank + 1 :]
         one = [*(x == first[here] for x in lower), False, *(x == last[here] for x in higher)]
         return [n if same else -1 for n, same in zip(chunks, one, strict=True)]
-
-
-class Lasp2H(AllGatherKV, Lasp2):
-    """Sequence chunks whose states (linear layers) or keys and values (softmax layers) are all-gathered."""
-
-    name = "lasp2h"
-    summary = "sequence chunks of hybrids; states are gathered, or keys and values in softmax layers"
-    source = "arXiv 2502.07563, LASP-2H"
-    meets = AllGatherKV.meets | Lasp2.meets
-    marks_work = True
-
-    @classmethod
-    def lacking(cls, sites: Iterable[Site]) -> str:
-        kinds = {site.kind for site in sites}
-        is_hybrid = not any(kinds.isdisjoint(of.meets) for of in (Lasp2, AllGatherKV))
-        return super().lacking(sites) if is_hybrid else "lasp2h is for hybrids, which this model is not"
-
-    def check_sizes(self, sites: Sequence[Site]) -> None:
-        AllGatherKV.check_sizes(self, sites)
-        Lasp2.check_sizes(self, sites)
-
-    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        sites = list(sites)
-        yield from Lasp2.communication(self, sites, element_bytes)
-        softmax = [site for site in sites if site.kind in AllGatherKV.meets]
-        yield from AllGatherKV.communication(self, softmax, element_bytes)

@@ -20,6 +20,8 @@ ALL = slice(None)
 
 #: (queries, keys, seen): slices of a rank's queries and an owner's keys that meet, and which keys each sees
 Meeting = tuple[slice, slice, Seen]
+#: the placements of queries and of keys
+Placements = tuple[str, str]
 
 
 def meeting(placement: str | None, rank: int, owner: int, length: int) -> tuple[slice, slice, bool] | None:
@@ -55,11 +57,17 @@ def halo_rows(window: int, length: int, size: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=128)
 def _met(
-    placement: str, packed: Attended, attended: Attended, rank: int, owner: int, size: int, length: int
+    placements: Placements,
+    packed: Attended,
+    attended: Attended,
+    rank: int,
+    owner: int,
+    size: int,
+    length: int,
 ) -> tuple[Interval, Interval, Seen] | None:
     """The value of :meth:`Meetings.of`, from the runs of positions of two ranks."""
-    held = intervals(placement, size, length, packed)
-    ranges = attended.ranges(held[rank], held[owner])
+    queries, keys = (intervals(each, size, length, packed) for each in placements)
+    ranges = attended.ranges(queries[rank], keys[owner])
     if not ranges:
         return None
     mine, theirs = ranges.queries, ranges.keys
@@ -73,10 +81,10 @@ def _met(
 
 @lru_cache(maxsize=64)
 def _numbered(
-    placement: str, packed: Attended, attended: Attended, rank: int, size: int, length: int
+    placements: Placements, packed: Attended, attended: Attended, rank: int, size: int, length: int
 ) -> Sequence[int]:
     numbers: dict[Hashable, int] = {}
-    met = (_met(placement, packed, attended, rank, owner, size, length) for owner in range(size))
+    met = (_met(placements, packed, attended, rank, owner, size, length) for owner in range(size))
     return [numbers.setdefault(each, len(numbers)) for each in met]
 
 
@@ -90,6 +98,7 @@ class Meetings:
         length: number of positions of each rank.
         attended: the limits of this layer's attention in addition to the causal mask.
         packed: the limits by which the placement is chosen, which all layers share; None: ``attended``.
+        keys: the placement of the keys; None: that of the queries, ``placement``.
     """
 
     placement: str | None
@@ -98,6 +107,13 @@ class Meetings:
     length: int
     attended: Attended = CAUSAL
     packed: Attended | None = None
+    keys: str | None = None
+
+    @property
+    def placements(self) -> Placements:
+        """The placements of queries and of keys, where there is a mask."""
+        assert self.placement is not None
+        return self.placement, self.keys or self.placement
 
     @property
     def placed_by(self) -> Attended:
@@ -115,14 +131,15 @@ class Meetings:
     @property
     def regular(self) -> bool:
         """Whether a meeting follows from the placement and the numbers of two ranks (:func:`meeting`)."""
-        return self.placement is None or (self.attended.plain and self.placement not in BALANCED)
+        if self.placement is None:
+            return True
+        return self.keys is None and self.attended.plain and self.placement not in BALANCED
 
     def of(self, owner: int) -> Meeting | None:
         """The meeting of the rank's queries with the keys of rank ``owner``; None: no query sees a key."""
         if self.regular:
             return meeting(self.placement, self.rank, owner, self.length)
-        assert self.placement is not None
-        met = _met(self.placement, self.placed_by, self.attended, self.rank, owner, self.size, self.length)
+        met = _met(self.placements, self.placed_by, self.attended, self.rank, owner, self.size, self.length)
         if met is None:
             return None
         mine, theirs, seen = met
@@ -131,9 +148,8 @@ class Meetings:
     def of_all(self) -> tuple[Interval, Ranges]:
         """(ranks, ranges): the first rank whose keys a query sees, and the end after the last one; and the
         ranges of these ranks' keys that the queries see."""
-        assert self.placement is not None
-        held = intervals(self.placement, self.size, self.length, self.placed_by)
-        ranges = self.attended.ranges(held[self.rank], np.concatenate(held))
+        queries, keys = (intervals(each, self.size, self.length, self.placed_by) for each in self.placements)
+        ranges = self.attended.ranges(queries[self.rank], np.concatenate(keys))
         start, end = ranges.keys
         first = start // self.length
         return (first, -(-end // self.length)), ranges.moved(0, first * self.length)
@@ -165,5 +181,4 @@ class Meetings:
     @cached_property
     def _alike(self) -> Sequence[int]:
         """A number for each owner, equal for owners whose keys meet the queries in the same way."""
-        assert self.placement is not None
-        return _numbered(self.placement, self.placed_by, self.attended, self.rank, self.size, self.length)
+        return _numbered(self.placements, self.placed_by, self.attended, self.rank, self.size, self.length)

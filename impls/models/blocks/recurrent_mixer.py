@@ -52,6 +52,9 @@ from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.recurrence import RecurrenceHooks
 
+#: queries, keys and values; the gates of a recurrence; the gate of its output
+Projected = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]
+
 #: "chunked": fused kernels of the recurrence and around it; "sequential": torch's operators for one position
 #: after another
 WAYS = ("chunked", "sequential")
@@ -88,6 +91,8 @@ class RecurrentLayer(Mixer):
     biased: ClassVar[bool]
     #: whether backward convolves again and computes the gates again, so that only projections are kept
     makes_again: ClassVar[bool] = False
+    #: whether backward computes only the gates again
+    gates_again: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choices(self, {"way": WAYS})
@@ -111,11 +116,16 @@ class RecurrentLayer(Mixer):
         """The features of each projection: queries, keys, values, output gate, gates of the recurrence."""
         return [*self.channels, self.heads * self.value_size, *[self.heads] * self.gates]
 
+    @property
+    def decay_biases(self) -> int:
+        """The number of biases of the gates that say how much of the state is kept."""
+        return self.heads
+
     def split_parameters(self, model: DecoderOptions) -> int:
         """The number of parameters that a strategy can split by head."""
         columns = self.convolution + (1 if self.biased else 0)
         projections = sum(self.projected) + self.heads * self.value_size
-        return projections * model.hidden + columns * sum(self.channels) + 2 * self.heads
+        return projections * model.hidden + columns * sum(self.channels) + self.heads + self.decay_biases
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
         d, a = self.key_size, self.value_size
@@ -139,36 +149,40 @@ class RecurrentMixer(nn.Module, ABC):
         self.biases = nn.ParameterList(by_feature(torch.zeros(n)) for n in kind.channels if kind.biased)
         # the released code draws decays and steps between these bounds; here they are spread evenly
         self.A_log = by_feature(torch.linspace(1.0, 16.0, kind.heads).log())
-        steps = torch.linspace(math.log(1e-3), math.log(0.1), kind.heads).exp()
+        steps = torch.linspace(math.log(1e-3), math.log(0.1), kind.decay_biases).exp()
         self.dt_bias = by_feature(steps + torch.log(-torch.expm1(-steps)))  # softplus(dt_bias) is the step
         self.out = strategy.linear_out(kind.heads * kind.value_size, model.hidden)
 
-    def by_head(self) -> Sequence[Tensor]:
-        """The weights with a number for each head [Z], without A_log and dt_bias."""
-        return ()
+    def of_heads(self) -> Sequence[Tensor]:
+        """The weights with numbers for each head [Z, ...]: A_log, dt_bias, and maybe more."""
+        return self.A_log, self.dt_bias
+
+    def projections(self, x: Tensor) -> Projected:
+        """The projections of x [B, L, H]: queries, keys and values; the n gates of the recurrence
+        [B, L, Z, n]; the gate of the output [B, L, Z A]."""
+        q, k, v, gate, *gates = self.project(x)
+        return (q, k, v), torch.stack(gates, -1), gate
 
     @abstractmethod
     def of_recurrence(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
     ) -> Sequence[Tensor]:
         """The inputs of :func:`gated_recurrence`, from convolved q, k [B, L, G, D] and v [B, L, Z, A], and
-        the gates' n projections [B, L, Z, n] in the states' dtype. ``by_head``: A_log, dt_bias, and the
-        weights of :meth:`by_head`."""
+        the gates' n projections [B, L, Z, n] in the states' dtype. ``by_head``: the weights of
+        :meth:`of_heads`."""
 
     @abstractmethod
     def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
         """The normalised and gated output [B, L, Z A], from the recurrence's o and the gate [B, L, Z, A]."""
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
-        q, k, v, gate, *gates = self.project(x)
-        by_heads = [*self._of_heads(q, k, v, dim=-1), torch.stack(gates, -1)]
-        del q, k, v, gates
+        qkv, gates, gate = self.projections(x)
+        by_heads = [*self._of_heads(*qkv, dim=-1), gates]
+        del qkv, gates
         weights = (
             *self._of_heads(*self.convolutions, dim=0),
             *self._of_heads(*self.biases, dim=0),
-            self.A_log,
-            self.dt_bias,
-            *self.by_head(),
+            *self.of_heads(),
         )
         o = self.strategy.mix_by_heads(partial(self._mixed, places.attended), by_heads, weights)
         return self.out.project(self.normalised(o, gate.unflatten(-1, o.shape[-2:])))
@@ -199,7 +213,9 @@ class RecurrentMixer(nn.Module, ABC):
             return run(*inputs, *beside, gates, *by_head, make=partial(self._made, starts))
         for i in range(3):
             inputs[i] = self._convolved(starts, inputs[i], *beside[i::3])
-        made = self._with_gates(*inputs, gates, *by_head)
+        if self.kind.gates_again:
+            return run(*inputs, gates, *by_head, make=self.with_gates)
+        made = self.with_gates(*inputs, gates, *by_head)
         del inputs, gates
         return run(*made)
 
@@ -207,7 +223,7 @@ class RecurrentMixer(nn.Module, ABC):
         """The inputs of the recurrence, from ``sources``: queries, keys and values before convolution; the
         convolutions' weights, biases and rows of earlier ranks; the gates' projections; weights by head."""
         inputs = (self._convolved(starts, *sources[i:12:3]) for i in range(3))
-        return self._with_gates(*inputs, *sources[12:])
+        return self.with_gates(*inputs, *sources[12:])
 
     def _convolved(
         self, starts: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None
@@ -217,9 +233,10 @@ class RecurrentMixer(nn.Module, ABC):
         bias = None if bias is None else bias.flatten()
         return convolve(x.flatten(2), weight.flatten(0, 1), bias, before, starts).view(x.shape)
 
-    def _with_gates(
+    def with_gates(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
     ) -> Sequence[Tensor]:
+        """:meth:`of_recurrence`, with gates in any dtype."""
         return self.of_recurrence(q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
 
 
@@ -235,9 +252,11 @@ def change_rules(module: nn.Module, change: Callable[[type[Rule]], type[Rule]]) 
 class GatedDeltaNet(RecurrentLayer):
     """The kind of mixer that is Gated DeltaNet."""
 
-    rule = GatedDelta
+    rule: ClassVar[type[Rule]] = GatedDelta
     gates: ClassVar[int] = 2
     biased: ClassVar[bool] = False
+    #: whether the gate of the output is a sigmoid, not SiLU
+    gate_sigmoid: ClassVar[bool] = False
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return GatedDeltaNetMixer(self, model, strategy)
@@ -253,6 +272,8 @@ class GatedDeltaNet(RecurrentLayer):
 class GatedDeltaNetMixer(RecurrentMixer):
     """The module of Gated DeltaNet, x [B, L, H] -> [B, L, H], whose output is normalised, then gated."""
 
+    kind: GatedDeltaNet
+
     def __init__(self, kind: GatedDeltaNet, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
         self.norm = nn.Parameter(torch.ones(kind.value_size))
@@ -266,8 +287,9 @@ class GatedDeltaNetMixer(RecurrentMixer):
         return q, k, v, -a_log.exp() * F.softplus(a + dt_bias), b.sigmoid()
 
     def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
-        weight = self.strategy.shared_by_heads(self.norm)
-        return gated_norm(o, gate, weight, self.model.norm_epsilon, gate_first=False, way=self.way).flatten(2)
+        weight, epsilon = self.strategy.shared_by_heads(self.norm), self.model.norm_epsilon
+        how = {"gate_first": False, "sigmoid": self.kind.gate_sigmoid}
+        return gated_norm(o, gate, weight, epsilon, **how, way=self.way).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -295,8 +317,8 @@ class Mamba2Mixer(RecurrentMixer):
         self.D = strategy.feature_parameter(torch.ones(kind.heads))
         self.norm = strategy.feature_parameter(torch.ones(kind.heads * kind.value_size))
 
-    def by_head(self) -> tuple[Tensor, ...]:
-        return (self.D,)
+    def of_heads(self) -> Sequence[Tensor]:
+        return *super().of_heads(), self.D
 
     def of_recurrence(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor

@@ -59,8 +59,15 @@ def recurrence_arguments(tensor: Callable[..., Tensor]) -> dict[str, tuple[Any, 
         "short_convolution without more": (x, row, None, None, []),
         "short_convolution_backward": (z, x, row, row[:, 0].clone(), tensor(B, 3, 8), [-1, 2]),
         "short_convolution_backward without more": (z, x, row, None, None, []),
-        "gated_norm": (x, z, row[:, 0].clone(), 1e-3, True),
-        "gated_norm_backward": (z, x, z, row[:, 0].clone(), statistics, False),
+        "gated_norm": (x, z, row[:, 0].clone(), 1e-3, True, True),
+        "gated_norm_backward": (z, x, z, row[:, 0].clone(), statistics, False, False),
+        "feature_gate": (tensor(B, L, Z, D), row[:Z, 0].clone(), tensor(Z, D)),
+        "feature_gate_backward": (
+            tensor(B, L, Z, D).to(state),
+            tensor(B, L, Z, D, seed=1),
+            row[:Z, 0].clone(),
+            tensor(Z, D),
+        ),
         "l2_norm": (x,),
         "l2_norm_backward": (z, x, statistics),
         **_kernels(tensor, state),
@@ -78,12 +85,12 @@ def _kernels(tensor: Callable[..., Tensor], state: torch.dtype) -> dict[str, tup
     sums, first = OPS.recurrence_sums(g, L, False, STARTS), tensor(B, Z, D, A, seed=5).to(state)
     states, scores = OPS.state_space_block_states(k, v, sums, b, STARTS), OPS.state_space_scores(q, k)
     passed = OPS.state_space_passed(states, sums, None, v, False, STARTS)
-    inverse = OPS.gated_delta_inverse(k, sums, b, STARTS)
-    w, u = OPS.gated_delta_wy(k, v, sums, b, inverse, STARTS)
-    before, written = OPS.gated_delta_states(k, w, u, sums, None, STARTS)
-    carry = OPS.gated_delta_carry(k, w, u, sums, STARTS)
+    g_of_features = -tensor(B, L, Z, D, seed=3).to(state).abs()
+    of_features = OPS.recurrence_sums(g_of_features, L, False, STARTS)
+    carry = tensor(B, Z, D * (A + D)).to(state)
     return {
         "recurrence_sums": (g, 2, True, STARTS),
+        "recurrence_sums of features": (g_of_features, 2, True, STARTS),
         "recurrence_merged": (torch.stack((carry, carry)), [D, A], [1, 0], False, None),
         "recurrence_merged by a number": (tensor(2, B, Z, D * A + 1).to(state), [D, A], [1], True, first),
         "state_space_scores": (q, k),
@@ -96,6 +103,21 @@ def _kernels(tensor: Callable[..., Tensor], state: torch.dtype) -> dict[str, tup
         "state_space_key_gradients": (k, v, sums, b, passed, 2, STARTS),
         "state_space_query_gradients": (q, sums, d_o, passed, 2, STARTS),
         "state_space_input_gradients": _input_gradients(q, k, v, sums, b, d_o, scores, passed),
+        **_of_gated_delta(q, k, v, d_o, sums, b, first),
+        **{
+            f"{name} of features": x
+            for name, x in _of_gated_delta(q, k, v, d_o, of_features, b, first).items()
+        },
+    }
+
+
+def _of_gated_delta(
+    q: Tensor, k: Tensor, v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, first: Tensor
+) -> dict[str, tuple[Any, ...]]:
+    inverse = OPS.gated_delta_inverse(k, sums, b, STARTS)
+    w, u = OPS.gated_delta_wy(k, v, sums, b, inverse, STARTS)
+    before, written = OPS.gated_delta_states(k, w, u, sums, None, STARTS)
+    return {
         "gated_delta_inverse": (k, sums, b, STARTS),
         "gated_delta_wy": (k, v, sums, b, inverse, STARTS),
         "gated_delta_states": (k, w, u, sums, first, STARTS),

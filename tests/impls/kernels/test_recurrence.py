@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.impls.kernels import gated_delta_operators, state_space_operators
 from spbench.impls.kernels.activations import silu_times
-from spbench.impls.kernels.gated_delta import GatedDelta
+from spbench.impls.kernels.gated_delta import GatedDelta, KimiDelta
 from spbench.impls.kernels.gated_norm import gated_norm, l2_norm, plain_l2_norm
 from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence, sequential, timed
 from spbench.impls.kernels.recurrence_blocks import block_sums
@@ -23,13 +23,14 @@ from spbench.impls.kernels.state_space import StateSpace, on_processors
 from tests.impls.kernels.made import assert_same, bytes_kept, made
 
 #: the last divides a group's two heads into two shares
-RULES: list[type[Rule]] = [GatedDelta, StateSpace, on_processors(StateSpace, 1000)]
+RULES: list[type[Rule]] = [GatedDelta, KimiDelta, StateSpace, on_processors(StateSpace, 1000)]
 
 
-def inputs(length: int) -> list[Tensor]:
+def inputs(length: int, rule: type[Rule] = GatedDelta) -> list[Tensor]:
     """q, k, v, g and b of 2 samples, 2 heads of keys, 4 of values."""
+    gates = [3] if rule is KimiDelta else []
     q, k = (made(2, length, 2, 3, seed=seed) for seed in (0, 1))
-    v, g, b = made(2, length, 4, 5, seed=2), made(2, length, 4, seed=3), made(2, length, 4, seed=4)
+    v, g, b = made(2, length, 4, 5, seed=2), made(2, length, 4, *gates, seed=3), made(2, length, 4, seed=4)
     made_of = (q, l2_norm(k), v, -g.abs(), b.sigmoid())
     return [x.detach().requires_grad_() for x in made_of]
 
@@ -47,7 +48,7 @@ STARTS = [(), (4,), (2, 3, 9), (1, 5, 12)]
 @pytest.mark.parametrize("length", [3, 8, 13])
 @pytest.mark.parametrize("rule", RULES)
 def test_blocks_are_as_position_by_position(rule: type[Rule], length: int) -> None:
-    assert_same(partial(gated_recurrence, rule), partial(sequential, rule), *inputs(length))
+    assert_same(partial(gated_recurrence, rule), partial(sequential, rule), *inputs(length, rule))
 
 
 @pytest.mark.parametrize("starts", STARTS[1:], ids=str)
@@ -58,8 +59,8 @@ def test_each_document_begins_anew(rule: type[Rule], starts: tuple[int, ...]) ->
         return torch.cat([sequential(rule, *(x[:, a:b] for x in whole)) for a, b in documents], 1)
 
     packed = partial(gated_recurrence, rule, starts=starts)
-    assert_same(packed, one_by_one, *inputs(13))
-    assert_same(packed, partial(sequential, rule, starts=starts), *inputs(13))
+    assert_same(packed, one_by_one, *inputs(13, rule))
+    assert_same(packed, partial(sequential, rule, starts=starts), *inputs(13, rule))
 
 
 def test_blocks_begin_at_documents_or_go_on() -> None:
@@ -88,7 +89,7 @@ class _Noted(StatePassing):
 @pytest.mark.parametrize("rule", RULES)
 def test_maps_of_states_and_of_their_gradients(rule: type[Rule]) -> None:
     """A chunk's map gives the state after it, and its map of gradients that of the state before it."""
-    whole, cut = inputs(13), 7
+    whole, cut = inputs(13, rule), 7
     state = made(2, 4, 3, 5, seed=6)
     parts = [[x[:, :cut] for x in whole], [x[:, cut:] for x in whole]]
     after = state
@@ -118,7 +119,7 @@ def test_maps_of_states_and_of_their_gradients(rule: type[Rule]) -> None:
 def test_maps_one_after_another(rule: type[Rule], starts: tuple[int, ...]) -> None:
     """Chunks that are each given what the maps of those before make of zero are the whole; a map of a chunk
     in which a document begins forgets the state."""
-    whole, edges = inputs(13), (0, 4, 9, 13)
+    whole, edges = inputs(13, rule), (0, 4, 9, 13)
     expected = gated_recurrence(rule, *whole, starts=starts)
     empty, carries = made(2, 4, 3, 5).detach(), []
     for first, last in pairwise(edges):
@@ -135,7 +136,7 @@ def test_maps_one_after_another(rule: type[Rule], starts: tuple[int, ...]) -> No
 @pytest.mark.parametrize("rule", RULES)
 def test_what_backward_makes_again_is_not_kept(rule: type[Rule]) -> None:
     """What is made of each input is as large as it; d v is added."""
-    sources, d = inputs(13), made(4, seed=5)
+    sources, d = inputs(13, rule), made(4, seed=5)
 
     def make(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, *more: Tensor) -> list[Tensor]:
         return [2 * q, k.sin(), 3 * v, 2 * g, b.square(), *(2 * x for x in more)]
@@ -169,7 +170,7 @@ def test_backward_holds_the_sums_of_each_share() -> None:
                 shapes.append(tuple(result[0].shape))
             return result
 
-    for rule in RULES[1:]:
+    for rule in RULES[2:]:
         with Sums():
             gated_recurrence(rule, *inputs(8)).sum().backward()
     assert shapes == [(2, 1, 2, 2, 4, 3), (2, 2, 2, 2, 4, 3)]

@@ -220,8 +220,8 @@ def test_it_is_given_up_with_its_graph() -> None:
 
 
 ONE = {"layers": 1}
-#: of Gated DeltaNet with as many heads of keys, of Mamba-2 with fewer
-MIXERS = ["gated-deltanet-tiny", "mamba2-tiny"]
+#: of Gated DeltaNet with as many heads of keys, of Mamba-2 and KDA with fewer
+MIXERS = ["gated-deltanet-tiny", "mamba2-tiny", "kda-tiny"]
 
 
 @pytest.mark.covering(1)

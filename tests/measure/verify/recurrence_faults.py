@@ -9,9 +9,11 @@ from torch import Tensor
 from spbench.impls.kernels import linear_attention as kernels
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.recurrence import Rule
+from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2
+from spbench.impls.strategies.lasp2h import Exchange, Lasp2H
 from spbench.impls.strategies.recurrence import Mix
 from spbench.impls.strategies.recurrent_chunks import Chain, Gather
 from spbench.impls.strategies.ulysses import Ulysses
@@ -116,15 +118,30 @@ class _Adding(Chain):
         return super().state(rule, without_transition, *how)
 
 
+class _RoundedTransition(Gather):
+    def state(self, rule: type[Rule], carry: Callable[[], Tensor], *how: Any) -> Tensor | None:
+        def in_half_precision() -> Tensor:
+            own, (d, a) = carry().clone(), how[0]().shape[-2:]
+            own[..., -1] = own[..., -1].bfloat16()  # of Mamba-2, a number
+            if not rule.scalar:
+                of_rows = own.unflatten(-1, (d, -1))
+                of_rows[..., a:] = of_rows[..., a:].bfloat16()
+            return own
+
+        return super().state(rule, in_half_precision, *how)
+
+
 def _of_first_heads(dims: int, number: int) -> Callable[..., Tensor]:
-    """Every rank has the first rank's heads of one weight, by its number among those with so many dims."""
+    """Every rank has the first rank's heads of one weight, ``number`` places behind the first with so many
+    dims."""
 
     def mix_by_heads(
         self: Any, honest: Any, mix: Mix, by_heads: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> Any:
         wrong = [*weights]
-        place = [i for i, w in enumerate(weights) if w.ndim == dims][number]
-        wrong[place] = wrong[place].chunk(self.size)[0].repeat(self.size, *[1] * (dims - 1))
+        place = next(i for i, w in enumerate(weights) if w.ndim == dims) + number
+        own = wrong[place].chunk(self.size)[0]
+        wrong[place] = own.repeat(self.size, *[1] * (own.ndim - 1))
         return honest(mix, by_heads, wrong)
 
     return mix_by_heads
@@ -140,6 +157,8 @@ StateGradientStopsAtTheEdge = planted(Lasp2, passing=_WithoutStateGradient)
 RowGradientStopsAtTheEdge = planted(Lasp, passing=_WithoutRowGradient)
 # a rank sends on the state that it got plus its own, as linear attention without decay may
 StatesAddedWithoutTransition = planted(Lasp, passing=_Adding)
+# the map M that is sent is rounded to bfloat16, which fla's ops/cp/README.md warns of
+TransitionInHalfPrecision = planted(Lasp2, passing=_RoundedTransition)
 # A_log, dt_bias and the values' convolution are not sliced by head
 DecayOfFirstHeads = planted(Ulysses, mix_by_heads=_of_first_heads(1, 0))
 StepBiasOfFirstHeads = planted(Ulysses, mix_by_heads=_of_first_heads(1, 1))
@@ -148,5 +167,19 @@ ConvolutionOfFirstHeads = planted(Ulysses, mix_by_heads=_of_first_heads(3, 2))
 #: of gated recurrences
 OF_RECURRENCES = [
     *(ZeroStateOnEveryRank, HaloForgotten, StateGradientStopsAtTheEdge, RowGradientStopsAtTheEdge),
-    *(StatesAddedWithoutTransition, DecayOfFirstHeads, StepBiasOfFirstHeads, ConvolutionOfFirstHeads),
+    *(StatesAddedWithoutTransition, TransitionInHalfPrecision, DecayOfFirstHeads, StepBiasOfFirstHeads),
+    ConvolutionOfFirstHeads,
 ]
+
+
+# queries of softmax attention that an all-to-all places zigzag
+
+QueriesMaskedByTheirChunks = planted(
+    Lasp2H,
+    meetings=lambda self, honest, q, placement, attended: honest(q, "contiguous", attended),
+)
+OutputsLeftZigzag = planted(
+    Lasp2H,
+    heeds=HEEDS_ALL,
+    causal_attention=patching(Exchange, back=lambda self, x, group: x.contiguous()),
+)

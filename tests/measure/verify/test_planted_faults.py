@@ -39,6 +39,7 @@ from tests.measure.verify import expert_faults as faults
 from tests.measure.verify import head_faults as heads
 from tests.measure.verify import index_faults as index
 from tests.measure.verify import layer_faults as layers
+from tests.measure.verify import recurrence_faults as recurrences
 from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.attention_model import AttentionModel
 
@@ -46,6 +47,7 @@ BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny
 CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")
 LATENT = model_preset("mla-tiny")
 INDEXED = model_preset("indexer-tiny")
+HYBRID, MOVED = model_preset("kimi-linear-tiny"), {"query_placement": "zigzag"}
 ROTARY = AttentionModel("causal_attention", rotary=True)
 TNL = model_preset("tnl-tiny", {"attention_norm": "head"})
 IN_PLACE = {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
@@ -134,6 +136,8 @@ FAULTS: list[tuple[type[Strategy], Model, str, Names] | tuple[type[Strategy], Mo
     (layers.TextCountedTwice, grid(12), "model", TEXT),
     (layers.WeightCountedNTimes, grid(12), "model", ("gradient of blocks",)),
     (layers.LinesOfOneRankOnly, grid(12), "model", OUTPUTS),
+    (recurrences.QueriesMaskedByTheirChunks, HYBRID, "model", OUTPUTS, MOVED),
+    (recurrences.OutputsLeftZigzag, HYBRID, "model", OUTPUTS, MOVED),
 ]
 
 #: faults in the choice of positions, on two ranks; which of two near scores is the higher shows in float64

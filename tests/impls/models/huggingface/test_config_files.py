@@ -44,7 +44,7 @@ def counted(model: Model) -> list[int]:
 
 
 #: of the same classes as smaller ones, and seconds of work
-LARGE = {"qwen3-next-80b-a3b", "deepseek-v3", "deepseek-v3.2"}
+LARGE = {"qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "deepseek-v3", "deepseek-v3.2"}
 
 
 @pytest.mark.parametrize(
