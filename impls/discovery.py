@@ -133,8 +133,8 @@ class FunctionModules:
     """The functions in the modules of a package, each of which is imported only by :meth:`load`.
 
     The function NAME is ``function`` in a module whose path below the package is ``pattern`` with NAME for
-    its last star; or it is assigned to ``function`` _ NAME in any such module, each with ``_`` for ``-`` of
-    the name; or an entry point NAME of the group. Modules without such a function do not count.
+    its last star; or ``function`` _ NAME in any such module, each with ``_`` for ``-`` of the name (assigned
+    there, or defined if the pattern begins with a word); or an entry point NAME of the group.
 
     Attributes:
         package: import name of the package.
@@ -183,13 +183,13 @@ class FunctionModules:
         }
 
     def summaries(self) -> dict[str, str]:
-        """The first sentences of the docstrings of the functions' modules, or of the texts below assignments,
-        by name. The files are parsed, and not imported."""
+        """The first sentences of the docstrings of the functions' modules, or of the texts below assignments
+        or in functions ``function`` _ NAME, by name. The files are parsed, and not imported."""
         sentences = {}
         for place in self._places():
-            definitions = _definitions(_file(place))
-            own = definitions.get(place.attr, _NONE)
-            text = own.text if own.is_assigned else definitions.get("", _NONE).text
+            defined = _definitions(_file(place))
+            own = defined.get(place.attr, _NONE)
+            text = own.text if own.is_assigned or place.attr != self.function else defined.get("", _NONE).text
             sentences[place.name] = " ".join(re.split(r"\.\s|\n\n", text)[0].rstrip(".").split())
         return sentences
 
@@ -210,7 +210,7 @@ def _places(modules: FunctionModules, folders: Sequence[str]) -> Sequence[EntryP
             for attr, definition in _definitions(path).items():
                 if attr == modules.function:
                     name = path.stem.removeprefix(before).removesuffix(after)
-                elif attr.startswith(f"{modules.function}_") and definition.is_assigned:
+                elif attr.startswith(f"{modules.function}_") and (definition.is_assigned or before):
                     name = attr.removeprefix(f"{modules.function}_")
                 else:
                     continue

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
@@ -23,22 +23,19 @@ from spbench.bench.tools.changes.export_command import (
     integral,
 )
 from spbench.bench.tools.changes.judgement import Suite
-from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading, has_exact_engine, readings
+from spbench.bench.tools.changes.metrics import METRICS, Reading, has_exact_engine, readings
 from spbench.bench.units import MIB
 from spbench.impls import world_ranks
 from spbench.plots.series import grouped
 
 
-def _to_prometheus(request: ExportRequest) -> Exported:
-    """One file with a gauge for each metric. The lines of a gauge are together, as the format asks."""
+def export_prometheus(request: ExportRequest) -> Exported:
+    """Prometheus: OpenMetrics text 1.0, for a node exporter's textfile collector or a push gateway. Each
+    metric has a gauge. The lines of a gauge are together, as the format asks."""
     lines = []
     for name, values in grouped(request.values(), lambda v: f"spbench_{v.reading.metric.name}").items():
         lines += [f"# TYPE {name} gauge", *(f"{name}{{{_labels(v)}}} {v.number}" for v in values)]
     return Exported("\n".join([*lines, "# EOF\n"]), request.left_out())
-
-
-export_prometheus = _to_prometheus
-"""Prometheus: OpenMetrics text 1.0, for a node exporter's textfile collector or a push gateway."""
 
 
 def _labels(value: ExportedValue) -> str:
@@ -48,10 +45,11 @@ def _labels(value: ExportedValue) -> str:
     return ",".join(f'{name}="{text}"' for name, text in labels.items())
 
 
-def _to_github_action(request: ExportRequest) -> Exported:
-    """A file for each tool; an empty file is left out, because the action refuses it. The action charts each
-    name over commits: SUITE/CELL/METRIC, where the cell is a key with a digest of all settings. Values keep
-    all digits, so that an alert threshold of 100% reports a single byte."""
+def export_github_action(request: ExportRequest) -> Exported:
+    """github-action-benchmark: a file for its tool customSmallerIsBetter and one for customBiggerIsBetter. An
+    empty file is left out, because the action refuses it. The action charts each name over commits:
+    SUITE/CELL/METRIC, where the cell is a key with a digest of all settings. Values keep all digits, so that
+    an alert threshold of 100% reports a single byte."""
     texts = {}
     for better, values in grouped(request.values(), lambda value: value.reading.metric.better).items():
         entries = [FORMS.record("github-action", **value.about) for value in values]
@@ -59,19 +57,12 @@ def _to_github_action(request: ExportRequest) -> Exported:
     return Exported(texts, request.left_out())
 
 
-export_github_action = _to_github_action
-"""github-action-benchmark: a file for its tool customSmallerIsBetter and one for customBiggerIsBetter."""
-
-
-def _to_hud(request: ExportRequest) -> Exported:
-    """A record for each cell and metric. The table keeps values as Float32, with 24 binary digits: bytes go
-    there as MiB, and exactly into the record's ``extra_info``."""
+def export_hud(request: ExportRequest) -> Exported:
+    """PyTorch HUD: benchmark records of schema version 3, as an array. Each cell and metric has a record. The
+    table keeps values as Float32, with 24 binary digits: bytes go there as MiB, and exactly into the record's
+    ``extra_info``."""
     records = [json.dumps(_hud_record(value, request.target(value))) for value in request.values()]
     return Exported("[\n" + ",\n".join(records) + "\n]\n", request.left_out())
-
-
-export_hud = _to_hud
-"""PyTorch HUD: benchmark records of schema version 3, as an array."""
 
 
 def _hud_record(value: ExportedValue, target: float | None) -> dict[str, Any]:
@@ -93,9 +84,10 @@ def _hud_record(value: ExportedValue, target: float | None) -> dict[str, Any]:
 _TIMES = ("step_time_s", "time_s")
 
 
-def _to_pytest_benchmark(request: ExportRequest) -> Exported:
-    """A benchmark called SUITE/CELL for each cell that has a time, in the group of its suite; its samples are
-    rounds. Other metrics are in ``extra_info``, with exact bytes; pytest-benchmark's tables lack them.
+def export_pytest_benchmark(request: ExportRequest) -> Exported:
+    """pytest-benchmark: the JSON of its --benchmark-json, for `pytest-benchmark compare` and what else reads
+    it. A benchmark called SUITE/CELL for each cell that has a time, in the group of its suite; its samples
+    are rounds. Other metrics are in ``extra_info``, with exact bytes; pytest-benchmark's tables lack them.
 
     Raises:
         UserError: pytest-benchmark, which computes the statistics, is not installed; or no cell has a time.
@@ -118,11 +110,6 @@ def _to_pytest_benchmark(request: ExportRequest) -> Exported:
         version=pytest_benchmark.__version__,
     )
     return Exported(json.dumps(content, indent=1) + "\n", request.left_out(*_TIMES))
-
-
-export_pytest_benchmark = _to_pytest_benchmark
-"""pytest-benchmark: the JSON of its --benchmark-json, for `pytest-benchmark compare` and what else reads
-it."""
 
 
 def _benchmarks(request: ExportRequest) -> Iterator[dict[str, Any]]:
@@ -151,34 +138,13 @@ COLUMNS = (
 )
 
 Benchmarks = dict[str, dict[str, Any]]
+#: the key of a cell, and a reading of it
+_Entry = tuple[str, Reading]
 
 
-class _Entry(NamedTuple):
-    """A metric of a cell; ``reading`` is None where the metric has no value."""
-
-    row: Row
-    metric: Metric
-    reading: Reading | None
-
-    @property
-    def value(self) -> float | None:
-        """The value in asv's form: None for a cell that failed, and NaN for a cell that cannot run."""
-        if self.reading is not None:
-            return integral(self.reading.value)
-        return None if self.row["status"] in FAULTS else math.nan
-
-    @property
-    def samples(self) -> list[float]:
-        return list(self.reading.samples) if self.reading else []
-
-    @property
-    def quartiles(self) -> list[float]:
-        """The three quartiles of two or more samples; else an empty list."""
-        return statistics.quantiles(self.samples, method="inclusive") if len(self.samples) > 1 else []
-
-
-def _to_asv(request: ExportRequest) -> Exported:
-    """machine.json of each machine, benchmarks.json and, last, the results of each commit.
+def export_asv(request: ExportRequest) -> Exported:
+    """airspeed velocity (asv): a results folder, version 2, for `asv publish`. The files are machine.json of
+    each machine, benchmarks.json and, last, the results of each commit.
 
     A benchmark is SUITE.STRATEGY.METRIC with the cells as the values of its one parameter. Exact numbers
     belong to a machine called "any", so that their lines do not break where another machine runs the same
@@ -222,10 +188,6 @@ def _to_asv(request: ExportRequest) -> Exported:
     return Exported({**files, **results}, request.left_out())
 
 
-export_asv = _to_asv
-"""airspeed velocity (asv): a results folder, version 2, for `asv publish`."""
-
-
 def _commit_time_s(commit: str, suite: Suite) -> int:
     if (seconds := commit_time_s(commit, suite.path) if commit else None) is None:
         raise UserError(
@@ -236,36 +198,44 @@ def _commit_time_s(commit: str, suite: Suite) -> int:
 
 
 def _entries(row: Row) -> Iterator[_Entry]:
-    """The metrics of a cell that have a value, and always peak memory, which shows cells without a value."""
+    """The readings of a cell, each with the cell's key, and always one of peak memory, whose value in asv's
+    form is None for a cell that failed, and NaN for a cell that cannot run."""
     values = readings(row) if row["status"] in WITH_VALUES else {}
+    absent: Any = None if row["status"] in FAULTS else math.nan
     for metric in METRICS:
         if metric.name in values or metric.name == "peak_memory_bytes":
-            yield _Entry(row, metric, values.get(metric.name))
+            yield row["key"], values.get(metric.name) or Reading(metric, absent, metric.unit, exact=True)
 
 
 def _by_benchmark(suite: Suite, rows: Sequence[Row], benchmarks: Benchmarks) -> dict[str, list[_Entry]]:
     """The metrics of cells by benchmark name; new benchmarks and cells are added to ``benchmarks``."""
     by_name: dict[str, list[_Entry]] = defaultdict(list)
-    for entry in (entry for row in rows for entry in _entries(row)):
-        row, metric, reading = entry
-        unit = reading.unit if reading else metric.unit
+    for row, key, reading in ((each, *entry) for each in rows for entry in _entries(each)):
+        metric, unit = reading.metric, reading.unit
         quantity = metric.name if metric.unit else f"{metric.name}_{unit}"
         name = f"{suite.name}.{row['cell'].get('strategy') or row['key']}.{quantity}"
         if name not in benchmarks:
             of_metric = {"metric": metric, "unit": unit, "version": BENCHMARK_VERSION}
             benchmarks[name] = FORMS.record("asv benchmark", name=name, **of_metric)
         of_cells = benchmarks[name]["params"][0]
-        if row["key"] not in of_cells:
-            of_cells.append(row["key"])
-        by_name[name].append(entry)
+        if key not in of_cells:
+            of_cells.append(key)
+        by_name[name].append((key, reading))
     return by_name
 
 
 def _columns(cells: Sequence[_Entry]) -> list[Any]:
     """The columns of one benchmark, each with a value for each cell; blank last columns are left out."""
-    lines = FORMS.records("asv cell", cells)
-    by_column: dict[str, Any] = {name: [line[name] for line in lines] for name in lines[0]}
-    by_column |= {"params": [[entry.row["key"] for entry in cells]], "version": BENCHMARK_VERSION}
+
+    def line(reading: Reading) -> dict[str, Any]:
+        several = len(reading.samples) > 1
+        quartiles = statistics.quantiles(reading.samples, method="inclusive") if several else []
+        value = None if reading.value is None else integral(reading.value)
+        return FORMS.record("asv cell", reading, value=value, quartiles=quartiles)
+
+    lines = [line(reading) for _, reading in cells]
+    by_column: dict[str, Any] = {name: [each[name] for each in lines] for name in lines[0]}
+    by_column |= {"params": [[key for key, _ in cells]], "version": BENCHMARK_VERSION}
     return [by_column.get(column) for column in COLUMNS[: -1 if any(by_column["samples"]) else 3]]
 
 

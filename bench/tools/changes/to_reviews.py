@@ -41,8 +41,9 @@ _NO_CHARACTERS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ff
 _IN_ATTRIBUTES = {'"': "&quot;", "\t": "&#09;", "\n": "&#10;", "\r": "&#13;"}
 
 
-def _to_junit(request: ExportRequest) -> Exported:
-    """One document with two test suites for each suite of results: one of its cells, one of its claims.
+def export_junit(request: ExportRequest) -> Exported:
+    """JUnit XML: a test case for each cell and each claim, for the test reports of Jenkins, GitLab and
+    others. Each suite of results has two test suites: one of its cells, one of its claims.
 
     Failures are differences for which the gate fails (worse, missing) and wrong results (numerics, mismatch);
     errors are cells without a result (failed, timeout). Skipped are cells that cannot be run (unsupported),
@@ -59,10 +60,6 @@ def _to_junit(request: ExportRequest) -> Exported:
         return escape(_NO_CHARACTERS.sub("?", text), further)
 
     return Exported(FORMS.document("junit", suites=[suite for suite in suites if suite["cases"]], xml=xml))
-
-
-export_junit = _to_junit
-"""JUnit XML: a test case for each cell and each claim, for the test reports of Jenkins, GitLab and others."""
 
 
 def _tests_of_cells(suite: Suite) -> dict[str, Any]:
@@ -170,8 +167,9 @@ class Listing:
         return f"<details><summary>{self.title}</summary>\n\n{table}\n\n</details>" if self.title else table
 
 
-def _to_markdown(request: ExportRequest) -> Exported:
-    """One document for all suites. Tables get as many lines as there is room for, folded tables after others.
+def export_markdown(request: ExportRequest) -> Exported:
+    """Markdown: the comment on a pull request, or the summary of a job. One document for all suites. Tables
+    get as many lines as there is room for, folded tables after others.
 
     Raises:
         UserError: there are so many suites that their headings are too long without any table.
@@ -196,10 +194,6 @@ def _to_markdown(request: ExportRequest) -> Exported:
         what = f"the headings of so many results are more than a comment's {LIMIT} characters"
         raise UserError(f"{what}; export fewer")
     return Exported(text + "\n")
-
-
-export_markdown = _to_markdown
-"""Markdown: the comment on a pull request, or the summary of a job."""
 
 
 def _compared(suite: Suite) -> Iterator[str | Listing]:
@@ -269,16 +263,13 @@ def _shown(row: Row, reading: Reading) -> str:
 # -- annotations -----------------------------------------------------------------------------------------
 
 
-def _to_github_annotations(request: ExportRequest) -> Exported:
-    """An ``::error`` for each group of differences that fail, a ``::notice`` for each group of better or new
-    ones, and a ``::notice`` for each suite with the counts. Differences are grouped as `spbench compare`
-    groups them, because GitHub shows ten annotations of a kind a step. UserError if a suite has no base."""
+def export_github_annotations(request: ExportRequest) -> Exported:
+    """GitHub annotations: workflow commands, which a step of a job prints and GitHub shows at a pull request.
+    Each group of differences that fail is an ``::error``, each group of better or new ones a ``::notice``,
+    and so are the counts of each suite. Differences are grouped as `spbench compare` groups them, because
+    GitHub shows ten annotations of a kind a step. UserError if a suite has no base."""
     lines = [line for suite in request.suites for line in _annotations(suite)]
     return Exported("\n".join([*lines, ""]), [f"{name}: not run" for name in request.not_run])
-
-
-export_github_annotations = _to_github_annotations
-"""GitHub annotations: workflow commands, which a step of a job prints and GitHub shows at a pull request."""
 
 
 def _annotations(suite: Suite) -> Iterator[str]:
