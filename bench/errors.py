@@ -86,5 +86,11 @@ def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
     return f"{guess} ({few}{f'; all: {where}' if where else ''})"
 
 
+def refuse_unknown(what: str, name: str, known: Iterable[str]) -> None:
+    """Raise a UserError, ``what`` with the name and a :func:`suggestion`, if a name is not a known one."""
+    if name not in (names := [*known]):
+        raise UserError(f"{what} {shown(name)}{suggestion(name, names)}")
+
+
 #: the most characters of the list of names in a message
 _MOST_KNOWN = 400

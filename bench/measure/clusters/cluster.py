@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench import yaml_files
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, refuse_unknown
 from spbench.bench.files import read_file
 from spbench.bench.measure.clusters import figures as unit
 from spbench.bench.measure.clusters import rates
@@ -310,6 +310,5 @@ def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:
     other packaged cluster has that name."""
     names = yaml_files.packaged(PACKAGE)
     others = [name for name, file in names.items() if file != path]
-    if base not in others:
-        raise UserError(f"{path}: {where}: unknown cluster {base!r}{suggestion(base, others)}")
+    refuse_unknown(f"{path}: {where}: unknown cluster", base, others)
     return dict(_resolved(names[base], read_file(names[base])))

@@ -18,7 +18,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.command_line.progress import message
 from spbench.bench.command_line.record_forms import RecordForms
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, refuse_unknown
 from spbench.bench.measure import Calibration, Narrowing, Scenario, Simulator, load_cluster, trace_classes
 from spbench.bench.tools.papers.answer import answers_of, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
@@ -45,8 +45,7 @@ class Fit:
     def parse(cls, text: str) -> Self:
         """The fit in a text ``scalar:column=value,column=value``; UserError for another form or scalar."""
         scalar, _, conditions = text.partition(":")
-        if scalar not in BOUNDS:
-            raise UserError(f"--fit {text}: unknown scalar {scalar!r}{suggestion(scalar, BOUNDS)}")
+        refuse_unknown(f"--fit {text}: unknown scalar", scalar, BOUNDS)
         pairs = [condition.partition("=") for condition in conditions.split(",") if condition]
         if not pairs or any(not equals for _, equals, _ in pairs):
             raise UserError(f"--fit {text}: write SCALAR:COLUMN=VALUE[,COLUMN=VALUE...]")
@@ -95,10 +94,8 @@ def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -
 
 def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
     """The known cells in a fit's rows; UserError if there are none, or the fit names an unknown column."""
-    for column in fit.rows:
-        if known and column not in known[0].row.text:
-            hint = suggestion(column, known[0].row.text)
-            raise UserError(f"--fit {fit.scalar}: no column {column!r}{hint}")
+    for column in fit.rows if known else ():
+        refuse_unknown(f"--fit {fit.scalar}: no column", column, known[0].row.text)
     cells = [k for k in known if all(k.row.text[c] == value for c, value in fit.rows.items())]
     if not cells:
         where = ", ".join(f"{c}={value}" for c, value in fit.rows.items())
@@ -185,8 +182,7 @@ def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence
     loaded = load_scenario(scenario)
     parsed = [Fit.parse(text) for text in fits]
     tables = {declared.table: declared for declared in answers_of(loaded, PublishedTable)}
-    if table not in tables:
-        raise UserError(f"{loaded.path}: no table {table!r}{suggestion(table, tables)}")
+    refuse_unknown(f"{loaded.path}: no table", table, tables)
     if quantity not in tables[table].quantities:
         raise UserError(f"{loaded.path}: table {table} has no quantity {quantity!r}")
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.options import refuse_given
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, refuse_unknown
 from spbench.bench.files import resolved, write_whole
 from spbench.bench.tools.calibrate.cluster_of_logs import cluster_of_logs, heading
 from spbench.bench.tools.calibrate.fit import TABLES, fitted_to_published
@@ -176,10 +176,8 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
     """
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")
-    if extends is not None and extends not in measure.cluster_names():
-        raise UserError(
-            f"--extends: no packaged cluster {extends!r}{suggestion(extends, measure.cluster_names())}"
-        )
+    if extends is not None:
+        refuse_unknown("--extends: no packaged cluster", extends, measure.cluster_names())
     if resolved(output) in [resolved(path) for path in logs]:
         raise UserError(f"--output {output} is one of the logs")
     base = measure.load_cluster(extends) if extends else None

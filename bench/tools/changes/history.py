@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import Field, create_model, field_validator
 
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, refuse_unknown
 from spbench.bench.measurement import Number
 from spbench.bench.tools.changes.change_points import MINIMUM_EFFECT
 from spbench.bench.tools.changes.record_command import SUFFIX, RunRecord, read_record
@@ -213,8 +213,8 @@ class History:
 
 
 def _check(kind: str, name: str | None, names: Iterable[str]) -> None:
-    if name is not None and name not in (names := sorted(set(names))):
-        raise UserError(f"no records of {kind} {name!r}{suggestion(name, names)}")
+    if name is not None:
+        refuse_unknown(f"no records of {kind}", name, sorted(set(names)))
 
 
 def read_history(folder: Path) -> History:

@@ -6,7 +6,7 @@ import click
 
 from spbench.bench.command_line.options import WORDS, many, printed
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import refuse_unknown
 from spbench.bench.tools.doctor import device_checks, diagnosis
 from spbench.bench.tools.doctor.diagnosis import Check, Observation, diagnose
 
@@ -37,8 +37,8 @@ def command(check: tuple[str, ...]) -> Output:
     The command checks Python, torch, CUDA, GPUs, ranks and disks. It exits with 1 if virtual ranks, or real
     ranks on CPUs, cannot run. Each check runs in its own process with a time limit.
     """
-    if unknown := [name for name in check if name not in CHECKS]:
-        raise UserError(f"unknown check {unknown[0]!r}{suggestion(unknown[0], CHECKS)}")
+    for name in check:
+        refuse_unknown("unknown check", name, CHECKS)
     diagnosis = diagnose({name: CHECKS[name] for name in check or CHECKS})
     lines = [{key: value for key, value in asdict(line).items() if key != "is_needed"} for line in diagnosis]
     broken = [line.subject for line in diagnosis if line.is_needed and line.status == "missing"]

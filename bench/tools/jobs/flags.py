@@ -13,7 +13,7 @@ from typing import Any, cast
 from spbench import impls
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.command_line.output import Output, Verbatim
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError, refuse_unknown
 from spbench.bench.files import write_whole
 from spbench.bench.measure import Narrowing, load_scenario, refusal
 from spbench.bench.tools.jobs import FLAGS
@@ -93,8 +93,7 @@ def program_flags(kind: str, cell: Cell) -> Flags:
     Raises:
         UserError: there is no such kind, or the cell searches for its batch or length.
     """
-    if kind not in FLAGS:
-        raise UserError(f"there are no flags of {kind!r}{suggestion(kind, FLAGS.names())}")
+    refuse_unknown("there are no flags of", kind, FLAGS.names())
     if cell.search is not None:
         raise UserError(f"{cell.key} searches for its {cell.search.quantity}; give one")
     proposed: Flags = FLAGS.load(kind)(cell)

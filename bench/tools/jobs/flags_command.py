@@ -3,14 +3,13 @@
 import click
 
 from spbench.bench.command_line.options import body, choosing_cells, path_option, printed, shape
-from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.errors import refuse_unknown
 from spbench.bench.tools.jobs import FLAGS
 
 
 def _known(ctx: click.Context, param: click.Parameter, kind: str) -> str:
     """The kind of flags; UserError for an unknown kind, before click asks for a missing scenario."""
-    if kind not in FLAGS:
-        raise UserError(f"there are no flags of {shown(kind)}{suggestion(kind, FLAGS.names())}")
+    refuse_unknown("there are no flags of", kind, FLAGS.names())
     return kind
 
 

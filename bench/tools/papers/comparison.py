@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench import measure
 from spbench.bench.command_line.progress import message
-from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.errors import UserError, refuse_unknown, shown
 from spbench.bench.files import read_text, write_whole
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
@@ -254,8 +254,7 @@ def read_records(
     """
     columns, rows = read_csv(path)
     for name in needed:
-        if name not in columns:
-            raise UserError(f"cannot read {path}: no column {name!r}{suggestion(name, columns)}")
+        refuse_unknown(f"cannot read {path}: no column", name, columns)
     lines: list[Mapping[str, Any]] = []
     for at, row in enumerate(rows, start=1):
         numbers: dict[str, float | None] = {}

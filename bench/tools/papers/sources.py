@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.errors import UserError, refuse_unknown, shown, suggestion
 from spbench.bench.measure import Scenario
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_csv
@@ -96,14 +96,11 @@ class PublishedPlace(StrictModel):
     def _row(self, claim: str, folder: Path) -> dict[str, str]:
         path, columns, rows = published_file(self.file, folder)
         for name in (self.key, self.column):
-            if name not in columns:
-                raise UserError(f"{path}: no column {name!r}{suggestion(name, columns)}")
+            refuse_unknown(f"{path}: no column", name, columns)
         named = [row for row in rows if row[self.key] == claim]
         if len(named) > 1:
             raise UserError(f"{path}: {len(named)} rows have {self.key} {claim!r}")
-        if not named:
-            hint = suggestion(claim, [row[self.key] for row in rows])
-            raise UserError(f"{path}: no row has {self.key} {claim!r}{hint}")
+        refuse_unknown(f"{path}: no row has {self.key}", claim, [row[self.key] for row in rows])
         return named[0]
 
 
@@ -177,8 +174,7 @@ def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
     """(paper, packaged scenarios that name the paper or its source), for one paper, or with "all" for every
     paper that has any; UserError if there is no such paper, no scenario names it, or one is wrong."""
     named = papers()
-    if name not in (*named, ALL):
-        raise UserError(f"unknown paper {name!r}{suggestion(name, [*named, ALL])}")
+    refuse_unknown("unknown paper", name, [*named, ALL])
     wanted = list(named.values()) if name == ALL else [named[name]]
     loaded = [
         load_scenario(scenario)
