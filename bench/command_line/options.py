@@ -177,6 +177,11 @@ def figure_option(text: str) -> Callable[[Command], Command]:
     return path_option("--figure", text, callback=check)
 
 
+def with_options(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Add several options to a command, which its help lists in this order."""
+    return lambda command: functools.reduce(lambda inner, option: option(inner), reversed(options), command)
+
+
 device = click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
@@ -264,7 +269,7 @@ def choosing_cells(command: Function) -> Function:
         changes,
         variant,
     ]
-    return functools.reduce(lambda inner, option: option(inner), reversed(options), narrowed)
+    return with_options(*options)(narrowed)
 
 
 def shape(command: Command) -> Function:

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from spbench.bench.command_line.options import WholeNumber, path_option, printed, refuse_given
+from spbench.bench.command_line.options import WholeNumber, path_option, printed, refuse_given, with_options
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
@@ -187,10 +187,9 @@ def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
         arguments = [word for flag, texts in options.items() for text in texts for word in (flag, text)]
         return command(arguments=arguments, **values)
 
-    for flag in reversed(PASSED_ON):
-        option = click.option(flag, multiple=True, metavar="...", help="With --run: passed to spbench run.")
-        collected = option(collected)
-    return collected
+    text = "With --run: passed to spbench run."
+    each = (click.option(flag, multiple=True, metavar="...", help=text) for flag in PASSED_ON)
+    return with_options(*each)(collected)
 
 
 @click.command("compare")

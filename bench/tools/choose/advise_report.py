@@ -12,7 +12,6 @@ from spbench.bench.command_line.progress import Progress
 from spbench.bench.command_line.record_forms import TIE
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
-from spbench.bench.measure import given as settings_given
 from spbench.bench.measure import priced_by_in_words
 from spbench.bench.tools.choose.advice import Advice, own_content, own_in_words
 from spbench.bench.tools.choose.asked import Asked, is_figure, swept_figures
@@ -22,7 +21,6 @@ from spbench.bench.tools.choose.possible import left_out_by_length
 from spbench.bench.tools.choose.question import question, whole_numbers
 from spbench.bench.tools.choose.ranking import Seen, simpler
 from spbench.bench.tools.jobs.flags import program_flags
-from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import GIB
 from spbench.bench.yaml_text import dump
 from spbench.impls import PLUS, model_preset
@@ -49,7 +47,8 @@ def report(
     details: list[Table | str] = []
     sections: list[Table | str] = []
     if len(answers) > 1:
-        sections.append(_map(answers))
+        about = {"changed": any(each.question.figures for each in answers), "TIE": TIE, "NOTHING": NOTHING}
+        sections.append(TABLES.table("map", "Which layout where", answers, **about))
         sections += ["\n".join(lines)] if (lines := [*turns([each.point() for each in answers])]) else []
     for answer in answers:
         sections += [*_sections(answer, program), *answer.absence]
@@ -84,11 +83,6 @@ def _drawn(answers: Sequence[Advice], path: Path) -> Path:
     if answer.winner is None:
         raise UserError(f"--figure {path}: nothing fits, so there is nothing to draw")
     return draw_layouts(answer.text("question"), answer.bars(), path)
-
-
-def _map(answers: Sequence[Advice]) -> Table:
-    changed = any(answer.question.figures for answer in answers)
-    return TABLES.table("map", "Which layout where", answers, changed=changed, TIE=TIE, NOTHING=NOTHING)
 
 
 #: fields that can vary from answer to answer, and their names for people
@@ -207,36 +201,31 @@ def _as_job(program: str, cell: Cell) -> str:
 
 def advise(
     subject: tuple[str, ...],
-    cluster: str | None,
     gpus: tuple[int, ...] | None,
     seq_len: tuple[int, ...] | None,
     batch_tokens: int | None,
-    batch: int | None,
     only: tuple[str, ...],
     without: tuple[str, ...],
     fixed: tuple[tuple[str, str], ...],
     changes: tuple[tuple[str, str], ...],
-    given: tuple[str, ...],
     why: tuple[tuple[str, str], ...],
     program: str | None,
     figure: Path | None,
     output: Path | None,
     jobs: int | None,
     executor: str | None,
+    **options: Any,
 ) -> Output:
-    """The output of `spbench advise`; the arguments are the options of that command."""
-    if batch is not None and batch_tokens is not None:
+    """The output of `spbench advise`; the arguments are the options of that command, ``options`` the others
+    of :meth:`Asked.of`."""
+    if options["batch"] is not None and batch_tokens is not None:
         raise UserError("--batch and --batch-tokens say the same: give one")
     asked_about = whole_numbers("--why", why)
     of_cluster = [(name, text) for name, text in changes if is_figure(name)]
-    settings = settings_given([pair for pair in changes if pair not in of_cluster])
-    if batch is not None:
-        settings["batch"] = batch
-    values = given_values(given)
+    options["changes"] = [pair for pair in changes if pair not in of_cluster]
     questions = []
     for length, n in itertools.product(seq_len or [None], gpus or [None]):
-        own = settings if length is None else {**settings, "seq_len": length}
-        asked = Asked(cluster, n, None, own, given=values)
+        asked = Asked.of(gpus=n, seq_len=length, **options)
         one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
         one.check_axes("--why", asked_about)
         questions += [one.with_figures(figures) for figures in swept_figures(of_cluster)]

@@ -15,10 +15,11 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import cache_folder, read_file, write_whole
 from spbench.bench.measure import ASKED, Cluster, load_cluster, names, written
+from spbench.bench.measure import given as set_to
 from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.jobs.flags import several_ranks
-from spbench.bench.tools.jobs.job_files import path_and_part
+from spbench.bench.tools.jobs.job_files import given_values, path_and_part
 from spbench.bench.tools.jobs.python_values import makes_configurations
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml, validate
 from spbench.bench.yaml_text import dump
@@ -29,6 +30,8 @@ from spbench.impls import backend_class, published_model, published_models, set_
 _OF_SCENARIOS = "groups"
 #: fields of a Hugging Face config.json, of which other JSON files of jobs have none
 _OF_CONFIGS = ("model_type", "architectures")
+#: options of commands that are settings of a cell by their own names; others of numbers are ranks along axes
+_OF_SHAPE = ("seq_len", "batch")
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,15 @@ class Asked:
     where: Sequence[tuple[str, str]] = ()
     variant: str | None = None
     given: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, changes: Sequence[tuple[str, str]] = (), given: Sequence[str] = (), **options: Any) -> Self:
+        """The options by the names that commands give them; ``changes`` are those of --set, and ``options``
+        that are no attributes here are settings: seq_len, batch, and ranks along axes."""
+        own = {name: options.pop(name) for name in [*options] if name not in cls.__dataclass_fields__}
+        paths = {name if name in _OF_SHAPE else f"sizes.{name}": size for name, size in own.items()}
+        settings = {path: size for path, size in paths.items() if size is not None} | set_to(changes)
+        return cls(settings=settings, given=given_values(given), **options)
 
 
 def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:

@@ -1,14 +1,11 @@
 """`spbench fit`: whether a job fits its cards, what holds the memory, and what would make it fit."""
 
-import functools
-
 import click
 
 from spbench.bench.command_line.options import (
     BYTES,
     LENGTH,
     SETTINGS,
-    Function,
     WholeNumber,
     body,
     changes,
@@ -19,32 +16,26 @@ from spbench.bench.command_line.options import (
     path_option,
     printed,
     variant,
+    with_options,
 )
 from spbench.impls import MESH_AXES
 
-
-def _asking(command: Function) -> Function:
-    """Add the options that say what the cells are."""
-    positive = WholeNumber(min=1)
-    options = [
-        click.option("--cluster", metavar="NAME", help="Cluster of the job: a name (spbench list) or file."),
-        click.option("--gpus", type=positive, help="Number of GPUs, if the scenario or job does not say it."),
-        click.option("--strategy", help="Strategy of the model; of a scenario, only its cells."),
-        click.option("--seq-len", type=LENGTH, help="Positions of a sequence, for example 131072 or 128K."),
-        click.option("--batch", type=LENGTH, help="Samples of the whole batch, of all replicas."),
-        click.option("--micro-batch", type=LENGTH, help="Samples of a micro-batch of a replica."),
-        *(click.option(f"--{axis}", type=positive, help=f"Ranks along {axis}.") for axis in MESH_AXES),
-        changes,
-        many("--where", SETTINGS, "Only cells of the scenario with this setting."),
-        variant,
-        given,
-    ]
-    return functools.reduce(lambda inner, option: option(inner), reversed(options), command)
+_POSITIVE = WholeNumber(min=1)
 
 
 @click.command("fit")
 @click.argument("subject", nargs=-1, required=True, metavar="SUBJECT...")
-@_asking
+@click.option("--cluster", metavar="NAME", help="Cluster of the job: a name (spbench list) or file.")
+@click.option("--gpus", type=_POSITIVE, help="Number of GPUs, if the scenario or job does not say it.")
+@click.option("--strategy", help="Strategy of the model; of a scenario, only its cells.")
+@click.option("--seq-len", type=LENGTH, help="Positions of a sequence, for example 131072 or 128K.")
+@click.option("--batch", type=LENGTH, help="Samples of the whole batch, of all replicas.")
+@click.option("--micro-batch", type=LENGTH, help="Samples of a micro-batch of a replica.")
+@with_options(*(click.option(f"--{axis}", type=_POSITIVE, help=f"Ranks along {axis}.") for axis in MESH_AXES))
+@changes
+@many("--where", SETTINGS, "Only cells of the scenario with this setting.")
+@variant
+@given
 @click.option("--suggest", is_flag=True, help="Try more changes, also if the job fits.")
 @click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
 @click.option("--budget", type=BYTES, help="Find the memory switches within SIZE that cost least time.")

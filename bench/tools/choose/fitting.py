@@ -25,7 +25,6 @@ from spbench.bench.tools.choose.look import attempt, examine, trace_stage
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, BudgetPlan, Proofs, plan_budget, prove
 from spbench.bench.tools.choose.subject import Subject, subject, taken, text_on, tokens_of_rank
 from spbench.bench.tools.jobs.flag_changes import flag_changes
-from spbench.bench.tools.jobs.job_files import given_values
 from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the progress that tracing the cells makes, if changes are tried afterwards
@@ -319,14 +318,6 @@ def flags_of(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
 
 def fit(
     subject: Sequence[str],
-    cluster: str | None,
-    gpus: int | None,
-    strategy: str | None,
-    micro_batch: int | None,
-    changes: Sequence[tuple[str, str]],
-    given: Sequence[str],
-    where: Sequence[tuple[str, str]],
-    variant: str | None,
     suggest: bool,
     longest: bool,
     budget: int | None,
@@ -334,13 +325,11 @@ def fit(
     snapshot: Path | None,
     must_fit: bool,
     jobs: int | None,
-    **sizes: int | None,
+    **options: Any,
 ) -> Output:
-    """The output of `spbench fit`; the arguments are the options of that command, ``sizes`` those of
-    --seq-len, --batch and ranks along axes."""
-    own = {name if name in ("seq_len", "batch") else f"sizes.{name}": size for name, size in sizes.items()}
-    settings = {name: size for name, size in own.items() if size is not None} | measure.given(changes)
-    asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant, given_values(given))
+    """The output of `spbench fit`; the arguments are the options of that command, ``options`` those of
+    :meth:`Asked.of`."""
+    asked = Asked.of(**options)
     if must_fit and longest:
         raise UserError(
             "--must-fit judges the sizes as they are, and --longest looks for others; leave one out"

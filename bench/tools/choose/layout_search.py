@@ -17,18 +17,9 @@ import numpy as np
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure import executor_at
-from spbench.bench.tools.choose import ranking
+from spbench.bench.tools.choose import candidates, ranking
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.asking import Asking, Say, unheard, within
-from spbench.bench.tools.choose.candidates import (
-    FAR_TOO_LARGE,
-    SLOWER,
-    TOO_LARGE,
-    TOO_SLOW,
-    Bar,
-    Candidate,
-    Candidates,
-)
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.fit_verdict import has_experts
 from spbench.bench.tools.choose.layouts import Way, things_to_set
@@ -74,10 +65,10 @@ class Search(LookedAt):
         super().__init__(question, asking, say)
         #: no layout with more estimated bytes is traced; corrected estimates must be at most
         #: :attr:`most_bytes`
-        self.too_large = FAR_TOO_LARGE * self.usable
-        self.every, self.bar = list[Candidate](), Bar()
+        self.too_large = candidates.FAR_TOO_LARGE * self.usable
+        self.every, self.bar = list[candidates.Candidate](), candidates.Bar()
         #: the candidates of each layout, by the layout's id, the fastest by the estimate first
-        self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
+        self._of_layouts: dict[int, list[candidates.Candidate]] = defaultdict(list)
         self._roomy = set[str]()  # strategies with a layout that probably fits
 
     def run(self) -> ranking.SearchResult:
@@ -94,7 +85,7 @@ class Search(LookedAt):
             waiting = sorted(self.every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
         self.behind.begin(f"{len(self.every)} layouts, of which {len(waiting)} may fit", *_BEHIND["few"])
-        (counts := self.result.counts)[TOO_LARGE] += len(self.every) - len(waiting)
+        (counts := self.result.counts)[candidates.TOO_LARGE] += len(self.every) - len(waiting)
         if own := self.question.own:  # the job's own layout may be the best too
             self.result.own = next(iter(self.looked_at([own.looked_at], "all_layers")), None)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
@@ -106,7 +97,7 @@ class Search(LookedAt):
             self.most_bytes = self.usable
             self._few_layers(left)
         self._simpler(left)
-        counts[TOO_SLOW] += len(left)
+        counts[candidates.TOO_SLOW] += len(left)
         self._polish()
         self.behind.begin("the best with all layers", *_BEHIND["all"])
         self.look_whole()
@@ -128,13 +119,15 @@ class Search(LookedAt):
         estimates = Estimates(
             question.cell, question.gpus, *references(question, self.asking, savings, self.behind.ended)
         )
-        self.every = [*Candidates(question, estimates, savings, refused, self.usable, counts, self.bar)]
+        self.every = [
+            *candidates.Candidates(question, estimates, savings, refused, self.usable, counts, self.bar)
+        ]
         if not self.every:
             reasons = ", or ".join(dict.fromkeys(refused.values()))
             reason = reasons or "no backend or setting can be traced"
             raise UserError(f"no layout of {question.gpus} GPUs can be traced: {reason}")
         counts["cannot be"] = len(refused)
-        others = sum(counts[each] for each in (SLOWER, TOO_SLOW, TOO_LARGE))
+        others = sum(counts[each] for each in (candidates.SLOWER, candidates.TOO_SLOW, candidates.TOO_LARGE))
         counts["looked at"] = len(self.every) + others + len(refused)
 
     # -- few layers ------------------------------------------------------------------------------------
@@ -161,7 +154,7 @@ class Search(LookedAt):
                     max(patience, 0) + _BESIDE,
                 )
 
-    def _next(self, waiting: Waiting) -> list[Candidate]:
+    def _next(self, waiting: Waiting) -> list[candidates.Candidate]:
         """Take the most promising candidates that may be among the best: one for each way and new
         strategy."""
         best = self.best_layouts()
@@ -169,7 +162,7 @@ class Search(LookedAt):
         of_kind = {seen.kind: seen.step_s for seen in best}
         expected_s, least_s = self.learned.bounds(waiting)
         places = np.flatnonzero(waiting.left & (least_s <= bar))
-        chosen: dict[int, Candidate] = {}
+        chosen: dict[int, candidates.Candidate] = {}
         begun: set[str | Way] = set()
         for at in places[np.argsort(expected_s[places], kind="stable")].tolist():
             candidate = waiting.candidates[at]
@@ -208,10 +201,10 @@ class Search(LookedAt):
             waiting.take(chosen)
             self._look([*chosen.values()])
 
-    def _may_fit(self, candidate: Candidate) -> bool:
+    def _may_fit(self, candidate: candidates.Candidate) -> bool:
         return self.learned.least_bytes(candidate) <= self.most_bytes
 
-    def _outdone(self, candidate: Candidate) -> bool:
+    def _outdone(self, candidate: candidates.Candidate) -> bool:
         """Whether the same layout, with other settings of the model or with its states on the cards, takes
         no longer by the estimate and surely fits."""
         for rival in self._of_layouts[id(candidate.layout)]:
@@ -222,7 +215,7 @@ class Search(LookedAt):
                 return True
         return False
 
-    def _look(self, chosen: Sequence[Candidate]) -> None:
+    def _look(self, chosen: Sequence[candidates.Candidate]) -> None:
         cells = [candidate.cell(self.question.cell) for candidate in chosen]
         candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
         for seen in self.looked_at(cells, "few_layers"):

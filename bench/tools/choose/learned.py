@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -243,7 +244,9 @@ class Learned:
         that is fewest doublings of ranks away."""
         unknown, strategies = len(self._columns), [way.strategy for way in waiting.ways]
         relatives = {each: self._relatives(each) for each in dict.fromkeys(strategies)}
-        nearest = [self._nearest(way) for way in waiting.ways]
+        # the traced ways of each strategy, of which the one most like a way counts
+        alike = {each: [way for way in self._ways if way.strategy == each] for each in relatives}
+        nearest = [min(alike[w.strategy], key=partial(_doublings, w), default=None) for w in waiting.ways]
         way_at, *variants_at = waiting.alike.T
         ways = np.array([self._columns.get(each, unknown) for each in nearest], dtype=int)[way_at]
         variants = np.array([self._columns.get(each, unknown) for each in waiting.variants], dtype=int)
@@ -267,11 +270,6 @@ class Learned:
         crossed = sum(others[a, b] for a, b in itertools.combinations(columns, 2))
         deviations: np.ndarray = np.sqrt(sum(own[at] for at in columns) + 2 * crossed)
         return deviations
-
-    def _nearest(self, way: Way) -> Way | None:
-        """The traced way of the same strategy that is most like a way; None: no such way was traced."""
-        alike = (traced for traced in self._ways if traced.strategy == way.strategy)
-        return min(alike, key=lambda traced: _doublings(way, traced), default=None)
 
     def least_bytes(self, candidate: Candidate) -> float:
         """The least bytes of a candidate: the highest of the lower bounds that traced candidates give which

@@ -103,19 +103,15 @@ def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
 
 def _without(question: Question, kept: Collection[str]) -> Iterator[tuple[str, Question]]:
     """(an option that narrows the question, in words; the question without it), for each such option."""
-    for name, n in question.fixed.items():
-        if name not in kept:
-            rest = {other: value for other, value in question.fixed.items() if other != name}
-            yield f"--fixed {name}={n}", replace(question, fixed=rest)
-    for name, value in question.options.items():
-        if name.startswith("training."):
-            others = {other: given for other, given in question.options.items() if other != name}
-            yield f"--fixed {name}={value}", replace(question, options=others)
-    strategies = question.strategies
-    for some in (strategies, [each for each in question.only if each not in strategies]):
-        if some:
-            left = [each for each in question.only if each not in some]
-            yield f"--only {','.join(some)}", replace(question, only=left)
+    fixed, options, only, strategies = question.fixed, question.options, question.only, question.strategies
+    for name in (name for name in fixed if name not in kept):
+        rest = {other: n for other, n in fixed.items() if other != name}
+        yield f"--fixed {name}={fixed[name]}", replace(question, fixed=rest)
+    for name in (name for name in options if name.startswith("training.")):
+        others = {other: value for other, value in options.items() if other != name}
+        yield f"--fixed {name}={options[name]}", replace(question, options=others)
+    for some in filter(None, (strategies, [each for each in only if each not in strategies])):
+        yield f"--only {','.join(some)}", replace(question, only=[each for each in only if each not in some])
     if question.program:
         yield f"--for {question.program}", replace(question, program="")
     for name in question.without:

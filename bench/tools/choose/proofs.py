@@ -326,10 +326,7 @@ class _Program:
         for taken in itertools.chain(further, apart):
             saved, costs = self._beside_each_other(taken)
             if np.all(saved.sum(axis=1) * _MORE_TOGETHER >= self.excess):
-                settings = [
-                    {*each.settings} - {suggestions.MODULES, suggestions.RECOMPUTE}
-                    for each in self.changes(taken)
-                ]
+                settings = [{*each.settings} - _UNITED for each in self.changes(taken)]
                 shared = sum(map(len, settings)) > len(set[str]().union(*settings))
                 fitting.append((self.seconds + float(costs.max() if shared else costs.sum()), taken))
         yield from ((seconds, self.changes(taken)) for seconds, taken in sorted(fitting))

@@ -13,14 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.files import read_file
+from spbench.bench.tools.jobs import argument_tables
 from spbench.bench.tools.jobs.account import Account, key_account
-from spbench.bench.tools.jobs.argument_tables import (
-    OF_DEEPSPEED,
-    ArgumentTable,
-    flat,
-    program_table,
-    table_content,
-)
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.launch import program_launch, values_of_launch
@@ -48,7 +42,7 @@ def __getattr__(kind: str) -> Callable[[JobFiles], Job | None]:
 def read_by_table(kind: str, files: JobFiles) -> Job | None:
     """The job in these files by the table KIND.yaml; None if the files are of another program. UserError if a
     file is damaged, or a script has several commands that train."""
-    content = table_content(kind)
+    content = argument_tables.table_content(kind)
     by_section = {"launch": _of_script, "python": _of_python}
     account = next((by_section[e] for e in by_section if e in content), _of_configuration)(kind, files)
     if account is None:
@@ -87,14 +81,14 @@ def _with_layout(files: JobFiles, account: Account, lines: Sequence[Rule]) -> Jo
 
 def _of_configuration(kind: str, files: JobFiles) -> Account | None:
     """The account of a configuration's keys; None if it has the signature of no version of the program."""
-    content = table_content(kind)
+    content = argument_tables.table_content(kind)
     keys = content["signature"]["keys"]
     versions = keys if isinstance(keys, Mapping) else {"": keys}
     contents = {version: files.configuration(signs) for version, signs in versions.items()}
     version = next((version for version, content in contents.items() if content is not None), None)
     if version is None or (configuration := contents[version]) is None:
         return None
-    table = program_table(kind, version)
+    table = argument_tables.program_table(kind, version)
     if follows := content.get("follows"):
         whole = _whole(files, configuration, follows)
         configuration = _resolved(whole, whole)
@@ -108,7 +102,7 @@ def _of_configuration(kind: str, files: JobFiles) -> Account | None:
     return account
 
 
-def _counts(name: str, table: ArgumentTable) -> bool:
+def _counts(name: str, table: argument_tables.ArgumentTable) -> bool:
     """Whether a key is not of a part of the program that the table's line ``left_out`` leaves out."""
     patterns = table.content.get("left_out", "").split()
     return name in table.arguments or not any(fnmatchcase(name, each) for each in patterns)
@@ -166,24 +160,24 @@ def _job_by_torchtitan(kind: str, files: JobFiles, own: Account, section: Mappin
 
 
 def _values_of(
-    files: JobFiles, content: Mapping[str, Any], table: ArgumentTable
+    files: JobFiles, content: Mapping[str, Any], table: argument_tables.ArgumentTable
 ) -> Iterator[tuple[str, Any]]:
     """Pairs of name and value from the program's configuration, whose trainer may be in a section of its own
     (the table's line ``inside``), and then from DeepSpeed's."""
     inside = content.get(table.content.get("inside", ""))
     if isinstance(inside, Mapping):
         content = merge({k: v for k, v in content.items() if v is not inside}, inside)
-    yield from flat(content, table.arguments)
+    yield from argument_tables.flat(content, table.arguments)
     for file in files.files:
         beside = mapping_in(file) or {}
         if "zero_optimization" in beside and "zero_optimization" not in content:
-            yield from flat(beside, table.arguments, OF_DEEPSPEED)
+            yield from argument_tables.flat(beside, table.arguments, argument_tables.OF_DEEPSPEED)
 
 
 def _of_python(kind: str, files: JobFiles) -> Account | None:
     """The account of the keywords of calls in a Python file, by the table's line ``python``; None if there is
     no such file, or not the first of these calls."""
-    content, table = table_content(kind), program_table(kind)
+    content, table = argument_tables.table_content(kind), argument_tables.program_table(kind)
     scripts = [file for file in files.files if file.path.suffix == ".py"]
     calls: Mapping[str, str] = content["python"]
     if len(scripts) != 1 or not (said := _settings_of_calls(scripts[0], calls, files.environment)):
@@ -230,7 +224,7 @@ def _settings(
 
 def _of_script(kind: str, files: JobFiles) -> Account | None:
     """The account of a script's command that starts the program; None if the script has no such command."""
-    content, table = table_content(kind), program_table(kind)
+    content, table = argument_tables.table_content(kind), argument_tables.program_table(kind)
     if (launch := program_launch(files, content["launch"])) is None:
         return None
     problems: list[str] = []

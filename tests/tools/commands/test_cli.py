@@ -185,7 +185,10 @@ def test_a_shell_completes_commands_and_options(
 #: options that decorators take, and what they give the command's body for them
 TAKEN = {
     "asked": {"all_variants", "fresh", "jobs", "paper", "write"},
-    "sizes": {"batch", "cp", "dp", "pp", "seq_len", "sp", "tp"},
+    "options": {
+        *("batch", "cp", "dp", "pp", "seq_len", "sp", "tp"),
+        *("changes", "cluster", "given", "gpus", "micro_batch", "strategy", "variant", "where"),
+    },
     "shape": {"batch", "cluster", "model", "seq_len", "strategy", "world_size"},
     "narrowing": {"changes", "placed", "variant", "where"},
 }

@@ -19,16 +19,8 @@ from spbench.bench.tools.papers.paper_findings import (
 )
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
+from spbench.bench.tools.report import page
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
-from spbench.bench.tools.report.page import (
-    TABLES,
-    DataTable,
-    Page,
-    dated,
-    folded,
-    most_misses,
-    quantity_words,
-)
 from spbench.bench.tools.report.pages.advice_page import FOLDER, drawing, kept
 from spbench.bench.tools.report.pages.regressions_page import changes
 from spbench.plots.series import grouped
@@ -42,7 +34,7 @@ _MOST_ERRORS = 100
 _COMPARED = ("llama3-8b", "dgx-h100", "64", "131072")
 
 
-def pages(gathered: Gathered) -> Iterator[Page]:
+def pages(gathered: Gathered) -> Iterator[page.Page]:
     """The page index.html, and paper-NAME.html for each paper."""
     fields = ("model", "cluster", "gpus", "seq_len")
     questions = kept(gathered.results / FOLDER)
@@ -58,14 +50,14 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         **_cells(gathered),
     }
     title = "Sequence parallelism, reproduced"
-    yield Page("index.html", title, "overview.md", values, order=0, short_title="Overview")
+    yield page.Page("index.html", title, "overview.md", values, order=0, short_title="Overview")
     yield from _pages_of_papers(gathered)
 
 
 def _paper(paper: PaperResults) -> dict[str, Any]:
     """The first page's values for a paper: its verdict with counts, and the scenario with the most misses."""
     records = paper.records_of("")
-    verdict, misses = verdict_on(records), most_misses(records)
+    verdict, misses = verdict_on(records), page.most_misses(records)
     scenario = paper.scenarios.get(misses[0]) if misses else None
     return {
         "about": paper.paper,
@@ -77,26 +69,28 @@ def _paper(paper: PaperResults) -> dict[str, Any]:
     }
 
 
-def _by_role(gathered: Gathered) -> DataTable | None:
+def _by_role(gathered: Gathered) -> page.DataTable | None:
     """A table with a line for each paper and role of numbers: median and worst error, and the verdict."""
     lines = []
     for paper in gathered.papers:
         records = paper.findings.records
         for of in role_errors(records):
             verdict = verdict_on(records[records["role"] == of.role])
-            lines.append(TABLES.record("role", of, label=paper.paper.label, verdict=verdict))
+            lines.append(page.TABLES.record("role", of, label=paper.paper.label, verdict=verdict))
     caption = "Distinct published numbers and the relative error of ours, absolute, by paper and role"
-    return DataTable("verdict", caption, lines, percent=("median error", "worst error")) if lines else None
+    return (
+        page.DataTable("verdict", caption, lines, percent=("median error", "worst error")) if lines else None
+    )
 
 
 def _lines(records: DataFrame, *columns: str) -> list[dict[str, Any]]:
     """The ``columns`` of records as lines, with "ours", its relative "error", and quantities in words."""
     names = {"relative_error": "error", "reproduced": "ours"}
-    in_words = records.assign(quantity=records["quantity"].map(quantity_words))
+    in_words = records.assign(quantity=records["quantity"].map(page.quantity_words))
     return as_lines(in_words.rename(columns=names), columns)
 
 
-def _errors(gathered: Gathered) -> DataTable | None:
+def _errors(gathered: Gathered) -> page.DataTable | None:
     """A table of the error of every published number except closed forms, the largest error first."""
     numbers = [(paper.paper.label, distinct(paper.findings.records)) for paper in gathered.papers]
     records = joined(some.assign(where=f"{label}: " + some["table"]) for label, some in numbers)
@@ -108,7 +102,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
     caption = (
         f"The {_MOST_ERRORS} largest relative errors, closed forms left out; the CSV has all {len(lines):,}"
     )
-    return DataTable("errors", caption, lines, sortable=True, percent=("error",), most=_MOST_ERRORS)
+    return page.DataTable("errors", caption, lines, sortable=True, percent=("error",), most=_MOST_ERRORS)
 
 
 def _measured(gathered: Gathered) -> dict[str, Any]:
@@ -126,14 +120,14 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
     caption = "Errors against real machines, ours and other predictors'"
     each = f"Ours compared with what real machines measured, the first {_MOST_ERRORS} of {len(lines)}"
     tables = [
-        DataTable("validation", caption, validation_lines(records), heads),
+        page.DataTable("validation", caption, validation_lines(records), heads),
         gathered.figure(MEASURED, "ours compared with what real machines measured"),
-        DataTable("measured", each, lines, sortable=True, percent=("error",), most=_MOST_ERRORS),
+        page.DataTable("measured", each, lines, sortable=True, percent=("error",), most=_MOST_ERRORS),
     ]
     return {"measured": tables if len(records) else [], "measured_paper": MEASURED}
 
 
-def _machines(gathered: Gathered) -> DataTable | None:
+def _machines(gathered: Gathered) -> page.DataTable | None:
     """A table with a line for each cluster and engine with measured, not simulated, numbers; None without."""
     exact = {name for name, engine in engine_classes().items() if engine.is_exact}
     measured = [c.row for c in gathered.cells if c.row["cell"].get("engine", "virtual") not in exact]
@@ -144,9 +138,9 @@ def _machines(gathered: Gathered) -> DataTable | None:
         equal = sum(bool(of.get("communication")) and not of.get("formula_difference") for of in measurements)
         hosts = {str((row.get("provenance") or {}).get("host", "")) for row in rows}
         about = {"engine": engine, "cluster": cluster, "equal": equal, "hosts": hosts}
-        lines.append(TABLES.record("machine", rows, **about))
+        lines.append(page.TABLES.record("machine", rows, **about))
     caption = "Cells that ran on real ranks, by engine and cluster"
-    return DataTable("machines", caption, lines) if lines else None
+    return page.DataTable("machines", caption, lines) if lines else None
 
 
 def _cells(gathered: Gathered) -> dict[str, Any]:
@@ -156,7 +150,7 @@ def _cells(gathered: Gathered) -> dict[str, Any]:
         "cells": len(rows),
         "statuses": Counter(row["status"] for row in rows).most_common(),
         "made_by": {
-            "from commit": _frequencies(dated(commit_of(row)) for row in rows),
+            "from commit": _frequencies(page.dated(commit_of(row)) for row in rows),
             "with torch": _frequencies((row.get("provenance") or {}).get("torch") for row in rows),
         },
     }
@@ -171,13 +165,13 @@ def _frequencies(values: Iterable[str | None]) -> str:
 # -- the page of a paper ---------------------------------------------------------------------------------
 
 
-def _pages_of_papers(gathered: Gathered) -> Iterator[Page]:
+def _pages_of_papers(gathered: Gathered) -> Iterator[page.Page]:
     """The pages paper-NAME.html for each paper, with the lines of its PAPER.csv."""
     for number, paper in enumerate(gathered.papers):
         about = paper.paper
         path = gathered.results / "reproduction" / f"{about.name}.csv"
         verdicts = [(source, verdict_on(paper.records_of(source))) for source in paper.sources]
-        yield Page(
+        yield page.Page(
             f"paper-{about.name}.html",
             about.title,
             "paper.md",
@@ -198,7 +192,7 @@ def _pages_of_papers(gathered: Gathered) -> Iterator[Page]:
         )
 
 
-def _verdicts(paper: PaperResults) -> DataTable | None:
+def _verdicts(paper: PaperResults) -> page.DataTable | None:
     """A table of errors and verdicts, with a line for each published table and quantity, and for the claims,
     formulas and curves of each scenario; None if nothing was run."""
     if not paper.findings.runs:
@@ -209,12 +203,12 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
         for (what, variant), some in groups(paper.findings.of(scenario.name), "answer", "variant"):
             verdict = verdict_on(some)
             table, colon, quantity = what.partition(": ")
-            compared = f"{table}{colon}{quantity_words(quantity)}"
+            compared = f"{table}{colon}{page.quantity_words(quantity)}"
             about = {"compared": f"{compared} ({variant})" if variant else compared}
             about["figure"] = f"{scenario.document.title}{f' ({source})' if source else ''}"
-            lines.append(TABLES.record("compared", verdict, errors=errors_by_role(some), **about))
+            lines.append(page.TABLES.record("compared", verdict, errors=errors_by_role(some), **about))
     caption = "What was compared, whether it reproduces, and the errors by role"
-    return DataTable("verdict", caption, lines, percent=("median error",))
+    return page.DataTable("verdict", caption, lines, percent=("median error",))
 
 
 def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> dict[str, Any]:
@@ -227,8 +221,10 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> di
         heads = [head for head in lines[0] if any(line[head] not in (None, "") for line in lines)]
         # the error is the second column, so that a phone shows it
         heads = sorted(heads, key=lambda head: (head != heads[0], head != "relative error"))
-        tables.append(DataTable(f"{identifier}-{number}", caption, lines, heads, sortable=len(lines) > _LONG))
-    settings = TABLES.records("inferred", document.inferred_from)
+        tables.append(
+            page.DataTable(f"{identifier}-{number}", caption, lines, heads, sortable=len(lines) > _LONG)
+        )
+    settings = page.TABLES.records("inferred", document.inferred_from)
     caption = "Settings that were chosen by looking at published numbers"
     summary = f"The scenario, with the evidence for its settings: {document.title}"
     records = paper.findings.of(name)
@@ -239,6 +235,6 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> di
         "errors": errors_by_role(records) if len(records) else "",
         "figure": gathered.figure(document.figure, document.title),
         "tables": tables,
-        "settings": DataTable(f"{identifier}-inferred", caption, settings) if settings else None,
-        "text": folded(summary, scenario.path.read_text(encoding="utf-8")),
+        "settings": page.DataTable(f"{identifier}-inferred", caption, settings) if settings else None,
+        "text": page.folded(summary, scenario.path.read_text(encoding="utf-8")),
     }
