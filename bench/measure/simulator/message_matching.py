@@ -123,9 +123,7 @@ class World:
                         f"{steps.describe(step, int(mine[0]))} meets "
                         f"{self.steps[q].describe(other, int(theirs[mine[0]]))}: different bytes"
                     )
-            everyone = len(steps.ranks) == len(mine) == len(self.steps[q].ranks)
-            matched = dict(zip(own, halves, strict=False))
-            yield Meeting(q, matched, theirs, everyone, np.argsort(theirs))
+            yield Meeting(q, dict(zip(own, halves, strict=False)), theirs)
 
     def _align(self) -> list[dict[int, dict[int, int]]]:
         number_of: dict[Group, int] = {}  # there are many collectives, and few groups, which are slow to hash

@@ -141,7 +141,7 @@ class Simulation(SimulationState):
         """Begin the kernel of a further stream, the record or the communication that the ranks ``who`` reach
         at the times ``here``."""
         steps = self.steps[number]
-        everyone, kind = len(who) == len(steps.ranks), steps.kinds[at]
+        kind = steps.kinds[at]
         if kind in (KERNEL, RECORD):
             index = steps.index(who)
             self.start[number][at, index] = here
@@ -154,7 +154,7 @@ class Simulation(SimulationState):
         if kind == COLLECTIVE:
             self._gather(number, at, who)
         else:
-            self._meet(number, at, who, everyone)
+            self._meet(number, at, who)
 
     def _part(self, number: int, at: int, who: np.ndarray, late: np.ndarray) -> None:
         """Let ranks at a wait continue, except the ``late`` ranks, which are parked until the awaited
@@ -178,20 +178,13 @@ class Simulation(SimulationState):
 
     # -- transfers -------------------------------------------------------------------------------------
 
-    def _meet(self, number: int, step: int, who: np.ndarray, everyone: bool) -> None:
+    def _meet(self, number: int, step: int, who: np.ndarray) -> None:
         """Start the transfers of the ranks ``who`` whose peers have posted the receive or send too."""
         steps = self.steps[number]
         kind = steps.kinds[step]
         for meeting in self.world.meetings[number][kind, steps.partners[step]]:
             other, other_step = meeting.program, meeting.halves[step]
-            posts = self.posted[other][other_step]
-            if not posts:
-                continue
-            if everyone and meeting.everyone and posts == len(meeting.theirs):
-                if kind == SEND:
-                    self._transfer_all(number, step, meeting.theirs, other, other_step, meeting.back)
-                else:
-                    self._transfer_all(other, other_step, meeting.back, number, step, meeting.theirs)
+            if not self.posted[other][other_step]:
                 continue
             theirs = meeting.theirs[who]
             posted = self.reached[other][other_step][theirs]
@@ -207,23 +200,6 @@ class Simulation(SimulationState):
                 self.start[p][s, ranks] = start
                 self.end[p][s, ranks] = end
                 self._ended(p, s, ranks)
-
-    def _transfer_all(
-        self, sender: int, send: int, to: np.ndarray, receiver: int, recv: int, source: np.ndarray
-    ) -> None:
-        """Start the transfers of all ranks of a program at once. ``to`` has the position of each sender's
-        receiver, ``source`` of each receiver's sender. Arrays change in place, because rings need speed."""
-        latency, seconds, free = self.channels.of(sender, send)
-        start, end = self.start[sender][send], self.end[sender][send]
-        np.maximum(self.reached[sender][send], self.reached[receiver][recv][to], out=start)
-        np.maximum(start, free, out=start)
-        np.add(start, latency, out=end)
-        np.add(end, seconds, out=end)
-        free[:] = end
-        self.start[receiver][recv] = start[source]
-        self.end[receiver][recv] = end[source]
-        self._ended(sender, send, source)
-        self._ended(receiver, recv, to)
 
     # -- collectives -------------------------------------------------------------------------------------
 

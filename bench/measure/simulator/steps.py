@@ -153,15 +153,11 @@ class Meeting:
         program: the number of the other program.
         halves: by step, the step in the other program that it meets.
         theirs: for each simulated rank's position, the position of its peer in the other program, or -1.
-        everyone: whether all simulated ranks of both programs meet.
-        back: if ``everyone``, for each position in the other program, the position in this program.
     """
 
     program: int
     halves: dict[int, int]
     theirs: np.ndarray
-    everyone: bool
-    back: np.ndarray
 
 
 #: the most events between two points at which the host waits for a device that is too far behind
@@ -170,8 +166,6 @@ _FIGURES = dict(zip(HOST_WORK, ("view_s", "node_s", "module_s", "", ""), strict=
 _JOINS, _CHECKS = HOST_WORK.index("joins"), HOST_WORK.index("checks")
 #: a host is so many checks ahead of its device at most
 CHECKS_AHEAD = 3
-#: the number of steps whose pieces are made into rows at once
-_BLOCK = 256
 #: the M (see above) of events without a kernel of the compute stream
 _NO_KERNEL = float("-inf")
 
@@ -242,19 +236,12 @@ class HostClock:
         noted = np.full(len(first), -1)
         noted[waited_for] = np.arange(len(waited_for))
         self._behind = np.cumsum(others) - 1
-        #: columns of the pieces: whether the host waits for the compute stream before the piece; T, H and M;
-        #: the row of ``_done`` that gets the piece's end (-1: no host waits for it); the row of the piece
-        #: which the device must have ended before the host ends this piece (-1: none, or waited for before)
-        self._pieces = (
-            joins[first],
-            np.diff(kernels_s[self.cuts]),
-            np.diff(host_s[self.cuts]),
-            through,
-            noted,
-            np.where(others, self._behind, -1),
-        )
-        #: by block of steps: (the block's first piece, the row of each of its pieces)
-        self._blocks: dict[int, tuple[int, list[tuple[Any, ...]]]] = {}
+        #: for each piece: whether the host waits for the compute stream before the piece; T, H and M; the row
+        #: of ``_done`` that gets the piece's end (-1: no host waits for it); the row of the piece which the
+        #: device must have ended before the host ends this piece (-1: none, or waited for before)
+        taken_s, of_host_s = np.diff(kernels_s[self.cuts]), np.diff(host_s[self.cuts])
+        columns = joins[first], taken_s, of_host_s, through, noted, np.where(others, self._behind, -1)
+        self._pieces = list(zip(*(column.tolist() for column in columns), strict=True))
         #: the first of the pieces before each step, then the first piece after the last step, then the end
         before = np.searchsorted(steps.at, first)
         self._first_of = np.searchsorted(before, np.arange(len(steps) + 2)).tolist()
@@ -265,8 +252,7 @@ class HostClock:
         """(stream, host): the clocks of ranks' compute streams and hosts when the host has dispatched a step,
         from their clocks after the step before. ``who``: the ranks."""
         first, end, larger = self._first_of[step], self._first_of[step + 1], self._larger
-        begin, rows = self._blocks.get(step // _BLOCK) or self._block(step // _BLOCK)
-        for joins, kernels_s, host_s, through_s, noted, behind in rows[first - begin : end - begin]:
+        for joins, kernels_s, host_s, through_s, noted, behind in self._pieces[first:end]:
             if joins:
                 host = larger(host, stream)
             if through_s != _NO_KERNEL:  # without a kernel the stream's clock stays
@@ -279,21 +265,11 @@ class HostClock:
                 host = larger(host, self._done[behind, who])
         return stream, host
 
-    def _block(self, number: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """Make the rows of a block's pieces when first needed, since most of millions of pieces never are."""
-        first = self._first_of[number * _BLOCK]
-        end = self._first_of[min((number + 1) * _BLOCK, len(self._first_of) - 1)]
-        rows = list(zip(*(column[first:end].tolist() for column in self._pieces), strict=True))
-        self._blocks[number] = first, rows
-        return first, rows
-
     def of_rank(self, place: int) -> Callable[[int, float], float]:
         """A function for one simulated rank that returns the earliest start of an event in seconds. Call it
         for each event in order, with the event and the compute stream's clock before the event."""
-        joins = self._pieces[0]
-        begins = dict(
-            zip(self.cuts.tolist(), zip(joins.tolist(), self._behind.tolist(), strict=True), strict=False)
-        )
+        joins = (piece[0] for piece in self._pieces)
+        begins = dict(zip(self.cuts.tolist(), zip(joins, self._behind.tolist(), strict=True), strict=False))
         host, behind = self._begun, -1
 
         def launched(event: int, stream: float) -> float:

@@ -157,9 +157,9 @@ class MemoryMeter(Meter):
         if makes_on_host(call.func):
             return
         self._note_call(call)
-        self.note_inside(call.func, call.args)
+        self._note_inside(call.func, call.args)
 
-    def note_inside(self, func: Any, args: Sequence[Any]) -> None:
+    def _note_inside(self, func: Any, args: Sequence[Any]) -> None:
         """Note the storages that an operator, which has run, would allocate inside its kernel on a card."""
         if func in (flash_attention_backward, _FLASH_BACKWARD):
             _, q, k, v, *_ = args
@@ -274,9 +274,5 @@ class HostMemoryMeter(MemoryMeter):
     def see(self, call: Call) -> None:
         if makes_on_host(call.func):
             self.note(call.result)
-            self.tag_made(call.func, call.result)
-
-    def tag_made(self, func: Any, made: Tensor) -> None:
-        """Tag a noted tensor as PAGEABLE if the operator that made it does not pin memory."""
-        if torch_internals.schema_of(func).name.split("::")[1] in MAKES_PAGEABLE:
-            self.tag([made], PAGEABLE)
+            if torch_internals.schema_of(call.func).name.split("::")[1] in MAKES_PAGEABLE:
+                self.tag([call.result], PAGEABLE)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -110,6 +111,7 @@ _COLLECTIVES = {
 _NAMESPACES, _SILENT = (frozenset(OPERATORS[kind]) for kind in ("namespaces", "silent"))
 
 
+@cache
 def communicates(operator: OpOverload) -> bool:
     """Whether an operator communicates, or waits for communication."""
     return operator.namespace in _NAMESPACES

@@ -1,11 +1,10 @@
 """Recorders, which see every operator and feed the meters: a plain one, and a fast one for fake tensors.
 
-The results of an operator on fake tensors, and its row in the event log, depend only on the operator and on
-the metadata of its arguments. A training step has few distinct calls, layer after layer, and each call costs
-FakeTensorMode some 200 us. So the fast recorder sends the first of equal calls through the plain path of
-:class:`Recorder`, unless :func:`worked_out` gives its results, and builds the results of later calls itself.
-Unusual calls (see :func:`key_of` and :func:`described`) always take the plain path. A test compares the
-traces of both recorders event by event.
+The results of an operator on fake tensors depend only on the operator and on the metadata of its arguments. A
+training step has few distinct calls, layer after layer, and each call costs FakeTensorMode some 200 us. So
+the fast recorder lets the mode run the first of equal calls, unless :func:`worked_out` gives its results, and
+builds the results of later calls itself. The mode always runs unusual calls (see :func:`key_of` and
+:func:`described`). A test compares the traces of both recorders event by event.
 """
 
 import time
@@ -17,10 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.simulator.program_builder import VIEW, KernelRow
 from spbench.bench.measure.trace import operator_results, torch_internals
-from spbench.bench.measure.trace.event_log import EventLog, PostedWork, Streams, recorded_streams
-from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter, makes_on_host
+from spbench.bench.measure.trace.event_log import EventLog, Streams, recorded_streams
+from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter
 from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, communication_of, group_axes
 from spbench.bench.measure.trace.repeated_steps import RepeatedSteps
 from spbench.impls import choosing_steps, noting_host_work, noting_work
@@ -173,25 +171,12 @@ class Recorder(torch_internals.TorchDispatchMode):
         return result
 
 
-#: results by key; None: always the plain path. Entries hold no tensor, so all traces of a process share them
+#: results by key; None: the mode always runs such a call. Entries hold no tensor, so that all traces of a
+#: process share them
 MEMORY: dict[operator_results.Key, operator_results.Remembered | None] = {}
 #: the most entries, which bounds the memory of a process that traces very many shapes
 MOST_ENTRIES = 500_000
 _NEVER_SEEN = operator_results.Remembered(None, None)
-
-#: collectives that return (the argument that they fill, their Work)
-_IN_PLACE = (
-    torch.ops.c10d._allgather_base_.default,
-    torch.ops.c10d._reduce_scatter_base_.default,
-    torch.ops.c10d.allreduce_.default,
-)
-#: communication that returns only its Work
-_WORK_ALONE = (*BETWEEN_TWO, torch.ops.c10d.alltoall_base_.default)
-
-
-def _remember(key: operator_results.Key, remembered: operator_results.Remembered | None) -> None:
-    if len(MEMORY) < MOST_ENTRIES:
-        MEMORY[key] = remembered
 
 
 class FastRecorder(Recorder):
@@ -210,108 +195,46 @@ class FastRecorder(Recorder):
             some = torch.empty(0)
         #: the attributes of a fake tensor of the mode
         self._attributes = {name: value for name, value in vars(some).items() if name != "fake_mode"}
-        # the Work of a transfer between fake ranks, which has always ended
-        self._ended = PostedWork(lambda event: None, -1)
-        #: the event log's row for a call with these results; None: the log writes no row
-        self._rows: dict[operator_results.Remembered, KernelRow | None] = {}
 
     def _enter_patches(self, patches: ExitStack) -> None:
         super()._enter_patches(patches)
         steps = RepeatedSteps([self.memory, self.host_memory], self.communication, self.events)
         patches.enter_context(choosing_steps(steps))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is PRIM_DEVICE and isinstance(args[0], torch_internals.FakeTensor):
-            return args[0].fake_device
-        key = None if self._paused else operator_results.key_of(func, args, kwargs)
-        if key is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        kwargs = kwargs or {}
-        if (remembered := self._known(key, func, args, kwargs)) is not None:
-            on_host = makes_on_host(func)
-            result = self._build(remembered, args, kwargs, self.host_memory if on_host else self.memory)
-            if on_host:
-                self.host_memory.tag_made(func, result)
-            self.memory.note_inside(func, args)
-            if self.events is not None and self.events.running:
-                self._write_row(remembered, func, args, kwargs, result)
-            return result
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if key not in MEMORY:
-            _remember(key, operator_results.described(func, args, kwargs, result))
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = operator_results.key_of(func, args, kwargs)
+        # looked up once, since long keys take long to hash
+        remembered = None if key is None else MEMORY.get(key, _NEVER_SEEN)
+        is_new = remembered is _NEVER_SEEN
+        if is_new:
+            remembered = operator_results.worked_out(func, args, kwargs, self._attributes)
+        result = (
+            super()._run(func, args, kwargs) if remembered is None else self._build(remembered, args, kwargs)
+        )
+        if key is not None and is_new and len(MEMORY) < MOST_ENTRIES:
+            MEMORY[key] = remembered or operator_results.described(func, args, kwargs, result)
         return result
 
-    def _known(
-        self, key: operator_results.Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> operator_results.Remembered | None:
-        """The description of a call's results, by its key; None: the call must take the plain path."""
-        remembered = MEMORY.get(key, _NEVER_SEEN)  # looked up once, since long keys take long to hash
-        if remembered is not _NEVER_SEEN:
-            return remembered
-        if (remembered := operator_results.worked_out(func, args, kwargs, self._attributes)) is not None:
-            _remember(key, remembered)
-        return remembered
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in _WORK_ALONE or func in _IN_PLACE:
-            first = args[0][0] if isinstance(args[0], list) else args[0]
-            if isinstance(first, torch_internals.FakeTensor):  # the fake group would do nothing
-                ended = self._ended.boxed()
-                return ended if func in _WORK_ALONE else (args[0], ended)
-        return super()._run(func, args, kwargs)
-
-    def _write_row(
-        self,
-        remembered: operator_results.Remembered,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-    ) -> None:
-        """Write into the event log the row that the first equal call of this trace has written."""
-        assert self.events is not None
-        builder = self.events.builder
-        if remembered in self._rows:
-            self.events.count_node()
-            if (row := self._rows[remembered]) is not None:
-                builder.add_kernel(row)
-            else:
-                builder.host_work += VIEW
-            return
-        written = len(builder.rows)
-        self.events.see(Call(func, args, kwargs, result))
-        self._rows[remembered] = builder.rows[written][:-2] if len(builder.rows) > written else None
-
     def _build(
-        self,
-        remembered: operator_results.Remembered,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        meter: MemoryMeter,
+        self, remembered: operator_results.Remembered, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Build results by their description, for these arguments; ``meter`` notes new storages."""
+        """Build results by their description, for these arguments."""
         if remembered.results is None:
             return None
-        results = [self._result(each, args, kwargs, meter) for each in remembered.results]
+        results = [self._result(each, args, kwargs) for each in remembered.results]
         return results[0] if remembered.container is None else remembered.container(results)
 
     def _result(
         self,
-        remembered: operator_results.Made | operator_results.OperatorArgument,
+        made: operator_results.Made | operator_results.OperatorArgument,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        meter: MemoryMeter,
     ) -> Tensor:
-        if isinstance(remembered, operator_results.OperatorArgument):
-            argument: Tensor = operator_results.argument_at(remembered.path, args, kwargs)
+        if isinstance(made, operator_results.OperatorArgument):
+            argument: Tensor = operator_results.argument_at(made.path, args, kwargs)
             return argument
-        made, path = remembered, remembered.view_of
+        path = made.view_of
         storage = None if path is None else operator_results.argument_at(path, args, kwargs).untyped_storage()
-        fake = torch_internals.fake_tensor(
+        return torch_internals.fake_tensor(
             self.mode, made.shape, made.stride, made.dtype, made.device, made.attributes, storage, made.offset
         )
-        if path is None:
-            meter.note(fake)
-        return fake

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Calibration, cluster_names, load_cluster
 from spbench.bench.measure.clusters.rates import Link
-from spbench.bench.measure.simulator import message_matching
 from spbench.bench.measure.simulator import simulate as simulation
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import Deadlock, owners
@@ -544,39 +543,6 @@ def test_one_simulated_rank_adds_up_as_many_do() -> None:
     world = [b.program()], [range(4)]
     assert shifts_of(*world, 4) == (1, 1, 1, 1)
     assert_equal(times(*world, 4, (1, 1, 1, 1)), times(*world, 4))
-
-
-def ring_of_pipelines() -> tuple[list[Program], list[list[int]]]:
-    """Two stages of six ranks, in each a ring whose ranks differ by their links."""
-    programs = []
-    for stage in range(2):
-        b = ProgramBuilder((1, 2, 1, 6))
-        b.phase("forward")
-        for i in range(5):
-            works = [b.recv(2, (0, 0, 0, -1)), b.send(2, (0, 0, 0, 1))]
-            b.kernel("mm", flops=1 + i % 3)
-            works.append(b.recv(3, (0, -1, 0, 0)) if stage else b.send(3, (0, 1, 0, 0)))
-            for work in works:
-                b.wait(work)
-        programs.append(b.program())
-    return programs, [list(range(6)), list(range(6, 12))]
-
-
-@pytest.mark.parametrize(
-    "world", [ring_of_pipelines(), ([ring(6, 1, 1, overlap=True)], [range(6)])], ids=["two stages", "one"]
-)
-def test_transfers_of_all_ranks_at_once_are_those_of_some(
-    world: tuple[list[Program], list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks that go together take a shorter way through the simulation, to the same times."""
-    together = times(*world, 4)
-    matched = message_matching.Meeting
-    monkeypatch.setattr(
-        message_matching, "Meeting", lambda *found: dataclasses.replace(matched(*found), everyone=False)
-    )
-    monkeypatch.delattr(simulation.Simulation, "_transfer_all")
-    assert_equal(times(*world, 4), together)
-    assert len(set(together.by_rank["exposed_communication"])) > 1
 
 
 def test_programs_that_are_not_mapped_are_refused() -> None:
