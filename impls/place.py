@@ -10,7 +10,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spbench.impls import folding
 from spbench.impls.axes import MESH_AXES, Sizes, group_name, ranks_along, whole_mesh
@@ -34,7 +34,8 @@ class Place:
             single device.
         flattened: axes, as "dp_sp" in the order of MESH_AXES, by the name of the process group: of groups
             over several axes, over a part of an axis's ranks (:meth:`subgroup`), and along folded axes.
-        subgroups: the groups of :meth:`subgroup`, by its arguments, and of :meth:`group` along folded axes.
+        subgroups: the groups of :meth:`subgroup` and :meth:`divided`, by their arguments, and of
+            :meth:`group` along folded axes.
         submeshes: the meshes of :meth:`submesh`, by its axes; torch takes milliseconds to cut a mesh.
     """
 
@@ -42,9 +43,7 @@ class Place:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     flattened: dict[str, str] = field(default_factory=dict, compare=False)
-    subgroups: dict[tuple[tuple[str, ...], int, bool], dist.ProcessGroup] = field(
-        default_factory=dict, compare=False
-    )
+    subgroups: dict[tuple[Any, ...], dist.ProcessGroup] = field(default_factory=dict, compare=False)
     submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -139,12 +138,23 @@ class Place:
         return self.subgroups[key]
 
     def _new_subgroup(self, axes: Sequence[str], size: int, across: bool) -> dist.ProcessGroup:
-        import torch.distributed as dist
-
-        along, number = dist.get_process_group_ranks(self.group(*axes)), self.rank(*axes)
+        along, number = self.members(*axes), self.rank(*axes)
         first = number // size * size
         ranks = along[number % size :: size] if across else along[first : first + size]
         return self._new_group(ranks, axes)
+
+    def divided(self, *axes: str, parts: tuple[range, ...]) -> dist.ProcessGroup | None:
+        """The process group of this rank's part, where :meth:`group` is divided into these parts, which may
+        be of unlike sizes; None without a device mesh. The groups are made at the first call, and all ranks
+        must ask for the same divisions in the same order: torch names a group after its ranks and the number
+        of groups that a rank has, so each rank makes one, also a rank that is a part by itself."""
+        if self.mesh is None or len(parts) == 1:
+            return self.group(*axes)
+        if (axes, parts) not in self.subgroups:
+            along, number = self.members(*axes), self.rank(*axes)
+            own = next(part for part in parts if number in part)
+            self.subgroups[axes, parts] = self._new_group([along[rank] for rank in own], axes)
+        return self.subgroups[axes, parts]
 
     def _folded_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
         key = (tuple(axis for axis in folding.EXPERT_AXES if axis in axes), self.size(*axes), False)

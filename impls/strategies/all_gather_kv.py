@@ -154,6 +154,25 @@ class GatheredKeys(KeyBlocks):
         return summed(gradients, layout, self.group)
 
 
+def _elements(site: Site) -> int:
+    """The number of elements of all keys and values of a site of attention."""
+    d = site.dims
+    return d["B"] * d.get("G", d["Z"]) * d["L"] * key_value_size(d)
+
+
+def gather_traffic(
+    site: Site, element_bytes: int, run: int | None = None, *, sums: bool = True
+) -> Iterator[Traffic]:
+    """The messages of a rank that gathers all keys and values of a site of attention, and with ``sums``
+    reduce-scatters their gradients; over all ranks, or over ``run`` of these."""
+    elements = _elements(site)
+    for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
+        yield Traffic(phase, "K and V", "all_gather", site.count, elements * element_bytes, run=run)
+    if sums:
+        precise = elements * max(4, element_bytes)  # in at least float32
+        yield Traffic("backward", "dK and dV", "reduce_scatter", site.count, precise, run=run)
+
+
 class AllGatherKV(PlacedChunks):
     """Sequence chunks whose queries attend to the gathered keys and values of all ranks."""
 
@@ -180,15 +199,10 @@ class AllGatherKV(PlacedChunks):
             if (halo := halo_of_site(site, self.size, self.options.placement)) is not None:
                 yield from halo_traffic(site, halo, element_bytes)
                 continue
-            d = site.dims
-            elements = d["B"] * d.get("G", d["Z"]) * d["L"] * key_value_size(d)
-            for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
-                yield Traffic(phase, "K and V", "all_gather", site.count, elements * element_bytes)
-            precise = elements * max(4, element_bytes)  # in at least float32
-            if self.options.gradients == "reduce_scatter":
-                yield Traffic("backward", "dK and dV", "reduce_scatter", site.count, precise)
-            elif self.size > 1:  # N steps, so that the gradients end on the rank that owns the keys
-                part = precise // self.size
+            yield from gather_traffic(site, element_bytes, sums=self.options.gradients == "reduce_scatter")
+            if self.options.gradients == "ring" and self.size > 1:
+                # N steps, so that the gradients end on the rank that owns the keys
+                part = _elements(site) * max(4, element_bytes) // self.size
                 yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, part)
 
     def attend(

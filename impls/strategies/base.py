@@ -206,7 +206,10 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         """Store the packed documents' lengths of a model that is being built, for all nested strategies whose
         placements depend on these lengths."""
         for strategy in self.outermost.nested():
-            strategy.packed = attended
+            strategy._take_packed(attended)
+
+    def _take_packed(self, attended: Attended) -> None:
+        self.packed = attended
 
     @property_left_within
     def sequence_parts(self) -> int:

@@ -188,11 +188,11 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
     """
     nested, sizes = impls.nesting(cell.strategy), cell.mesh_sizes
     for axis in impls.unused_axes(nested.axes, sizes):
-        raise impls.Unsupported(
-            f"{nested.name} does not use the axis {axis}",
-            f"give the ranks to {nested.axes[0]}" if nested.axes else "use one rank",
-        )
-    return nested.configured(impls.Place(sizes, coordinates or {}), cell.strategy_options)
+        mend = f"give the ranks to {nested.axes[0]}" if nested.axes else "use one rank"
+        raise impls.Unsupported(f"{nested.name} does not use the axis {axis}", mend)
+    strategy = nested.configured(impls.Place(sizes, coordinates or {}), cell.strategy_options)
+    strategy.pack(impls.model_preset(*cell.model_arguments).attended(cell.seq_len or 1))
+    return strategy
 
 
 def composition(cell: Cell, place: impls.Place) -> impls.Composition:

@@ -13,6 +13,8 @@ from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.kernels.packed_linear_attention import Chunk
 from spbench.impls.layout import HEEDS_ALL, Shard, mark_shard
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
+from spbench.impls.strategies.document_groups import DocumentGroup, Round
+from spbench.impls.strategies.dynamic_cp import DynamicCP
 from spbench.impls.strategies.fpdt import FPDT
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2
@@ -137,6 +139,40 @@ SinksOfOtherRounds = planted(
 ChunksSeenWhole = planted(FPDT, blocks_seen=_seen_whole)
 # as SinksOfOtherHeads, of a parameter of which each rank has a part
 SinksSplitOtherwise = planted(TensorParallel, feature_parameter=_of_next_rank)
+
+
+# documents on groups of ranks
+
+
+class DocumentComputedTwice(DynamicCP):
+    """The last group computes a document of the first group too."""
+
+    def _rounds(self, lengths: tuple[int, ...]) -> list[Round]:
+        first, *others = super()._rounds(lengths)
+        twice = tuple(sorted({*first[-1].documents, first[0].documents[0]}))
+        return [(*first[:-1], first[-1]._replace(documents=twice)), *others]
+
+
+class _OneDocumentARank(DynamicCP):
+    def _rounds(self, lengths: tuple[int, ...]) -> list[Round]:
+        return [tuple(DocumentGroup(range(n, n + 1), (n,)) for n in range(self.size))]
+
+
+class DocumentMissingOnOneRank(_OneDocumentARank):
+    """The last rank leaves its document out."""
+
+    def _rounds(self, lengths: tuple[int, ...]) -> list[Round]:
+        (groups,) = super()._rounds(lengths)
+        return [(*groups[:-1], groups[-1]._replace(documents=()))]
+
+
+class MeanOfTheRanksMeans(_OneDocumentARank):
+    """The loss is the mean over ranks of each rank's mean over its own tokens."""
+
+    def cross_entropy(self, logits: Tensor, *args: Any, **how: Any) -> Tensor:
+        length = sum(self.packed.documents)
+        token_loss: Tensor = super().cross_entropy(logits, *args, **how)
+        return token_loss * (length / self.size / sum(self._rows(length)))
 
 
 # documents in linear attention and gated recurrences

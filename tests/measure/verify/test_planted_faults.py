@@ -195,6 +195,9 @@ OF_DOCUMENTS: list[tuple[type[Strategy], Model, str, Names]] = [
     (document_faults.DocumentsEndAtTheRanksEdge, PACKED, "model", OUTPUTS),
     (document_faults.KeyOffsetsIgnored, PACKED, "model", OTHER_DOCUMENTS),
     (document_faults.OddLengthsTakenForEven, PACKED, "model", OTHER_DOCUMENTS),
+    (document_faults.DocumentComputedTwice, PACKED, "model", ("positions of 24",)),
+    (document_faults.DocumentMissingOnOneRank, PACKED, "model", ("positions of 24",)),
+    (document_faults.MeanOfTheRanksMeans, PACKED, "model", OUTPUTS),
     (document_faults.StateNotReset, STATES, "model", OTHER_DOCUMENTS),
     (document_faults.StateNotResetAtTheRanksEdge, STATES, "model", OTHER_DOCUMENTS),
 ]
