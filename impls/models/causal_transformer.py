@@ -176,7 +176,8 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
             {"library": "megatron-local", "attention": "unfused", "recompute": "full", "recompute_layers": 2},
             # no separate projections with biases: without RoPE a key's bias has a gradient of rounding errors
             {"separate_projections": not self.biases, "recompute": "operators"},
-            {"window": TINY_WINDOW, "sinks": True, **self._with_norms("around")},
+            {"window": TINY_WINDOW, "sinks": True, **self._with_norms("around")}
+            | ({} if self.biases else {"separate_projections": "mlp"}),
             *self.latent_variants(),
             *self.adapter_variants(),
         ]

@@ -20,6 +20,11 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 #: converters that make linear layers multiply in eight bits
 _LINEAR = ("quantize.linear.float8", "float8")
+#: keys of the batch, the length and all of a step, in sequences and in tokens
+_BATCH = (
+    ("local_batch_size", "seq_len", "global_batch_size"),
+    ("num_tokens_per_microbatch_per_dp_rank", "max_context_length", "num_tokens_per_train_step"),
+)
 #: sections of which a TOML file of torchtitan has some
 _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
 
@@ -145,61 +150,55 @@ class TorchtitanJob(torchtitan_models.TorchtitanModel):
         strategy = "+".join([tensor_by] * bool(tensor) + [context_by] * bool(context)) or "single"
         return {"tensor_by": tensor_by, "strategy": strategy, "strategy_keys": keys}
 
-    def _batch_of_tokens(self) -> None:
-        """Set the batch and the length in a version whose keys count the tokens of a micro-batch."""
-        account, local_name = self.keys, "training.num_tokens_per_microbatch_per_dp_rank"
-        length_name, total_name = "training.max_context_length", "training.num_tokens_per_train_step"
-        local, length = account.count(local_name), account.count(length_name)
-        total = account.value(total_name)
-        if local % length:
+    def _batch(self) -> None:
+        """Set the batch and the length; version d counts tokens of a micro-batch, others sequences."""
+        account, of_tokens = self.keys, self.version == "d"
+        local_name, length_name, total_name = (f"training.{each}" for each in _BATCH[of_tokens])
+        local_name = "training.batch_size" if self.version == "a" else local_name
+        local, length, total = (
+            account.count(local_name),
+            account.count(length_name),
+            self.value(total_name, -1),
+        )
+        if of_tokens and local % length:
             account.problems.append(f"{local_name} {local} is no multiple of {length_name} {length}")
             return
         parts, parts_name = torchtitan_models.micro_batches(self, local) if self.stages > 1 else (1, "")
-        at_once = local * self.replicas * parts
-        total = at_once if total < 0 else total
-        if total == 0 or total % at_once:
-            account.problems.append(
-                f"{total_name} {total} is no multiple of {local_name} x {self.replicas} replicas"
-            )
+        replicas, at_once = (
+            f"{local} x {self.replicas} replicas",
+            local * self.replicas * (parts if of_tokens else 1),
+        )
+        if total == 0 or (total > 0 and total % at_once):
+            account.problems.append(f"{total_name} {total} is no multiple of {local_name} {replicas}")
             return
-        note = f"sequences of {length} tokens, {self.replicas} replicas"
-        account.set("batch", total // length, local_name, total_name, length_name, note=note)
-        self._micro_batches(total // at_once, parts, total_name, local_name, parts_name)
-        account.set("seq_len", length, length_name)
-        if chunks := self.value(name := "loss.num_chunks", 0):
-            parts = account.count(self.named("context_parallel_degree"))
-            account.set(
-                "model_options.loss_tile", -(-local // (chunks * parts)), name, note="tokens of a chunk"
-            )
-        graphs = "training.disable_cuda_graphs"
-        if not account.value(graphs):
-            account.leave(
-                "both", "CUDA graphs keep their tensors apart, and kernels start without the host", graphs
-            )
-            account.remarks.append("forward and backward are no CUDA graph, whose memory is kept apart")
-        account.ignore("no CUDA graph is modelled", graphs)
-        account.map("training.mixed_precision_param")
-
-    def _batch(self) -> None:
-        if self.version == "d":
-            self._batch_of_tokens()
-            return
-        account, total_name = self.keys, "training.global_batch_size"
-        name = "training.batch_size" if self.version == "a" else "training.local_batch_size"
-        local, total = account.count(name), self.value(total_name, -1)
-        at_once, replicas = local * self.replicas, f"{local} x {self.replicas} replicas"
-        if total < 0:
-            account.set("batch", at_once, name, note=replicas)
-        elif total == 0 or total % at_once:
-            account.problems.append(f"{total_name} {total} is no multiple of {name} {replicas}")
-            return
+        if of_tokens:
+            note = f"sequences of {length} tokens, {self.replicas} replicas"
+            batch = (at_once if total < 0 else total) // length
+            account.set("batch", batch, local_name, total_name, length_name, note=note)
+        elif total < 0:
+            account.set("batch", at_once, local_name, note=replicas)
         else:
             account.set("batch", total, total_name)
-            account.took(f"batch: {total}", name)
-        parts, parts_name = torchtitan_models.micro_batches(self, local) if self.stages > 1 else (1, "")
-        self._micro_batches(max(1, total // at_once), parts, total_name, name, parts_name)
-        account.set("seq_len", account.count("training.seq_len"), "training.seq_len")
+            account.took(f"batch: {total}", local_name)
+        self._micro_batches(max(1, total // at_once), parts, total_name, local_name, parts_name)
+        account.set("seq_len", length, length_name)
+        self._chunks_and_graphs(local if of_tokens else local * length)
         account.map("training.mixed_precision_param")
+
+    def _chunks_and_graphs(self, tokens: int) -> None:
+        """Set the chunks in which registries cut the loss of ``tokens``, and tell of their CUDA graphs."""
+        account, graphs = self.keys, "training.disable_cuda_graphs"
+        if graphs not in account.program_arguments:
+            return
+        if chunks := self.value(name := "loss.num_chunks", 0):
+            parts = account.count(self.named("context_parallel_degree"))
+            tile = -(-tokens // (chunks * parts))
+            account.set("model_options.loss_tile", tile, name, note="tokens of a chunk")
+        if not account.value(graphs):
+            why = "CUDA graphs keep their tensors apart, and kernels start without the host"
+            account.leave("both", why, graphs)
+            account.remarks.append("forward and backward are no CUDA graph, whose memory is kept apart")
+        account.ignore("no CUDA graph is modelled", graphs)
 
     def _micro_batches(self, runs: int, parts: int, total_key: str, local_key: str, parts_key: str) -> None:
         """Set a step's number of micro-batches: ``runs``, whose gradients are added up, times the ``parts``

@@ -41,7 +41,7 @@ class TorchtitanModel:
     @property
     def recent(self) -> bool:
         """Whether the version is 0.2.2 or newer."""
-        return self.version in ("c", "d")
+        return self.version >= "c"
 
     def named(self, key: str) -> str:
         """The whole name of a key whose section differs between versions."""

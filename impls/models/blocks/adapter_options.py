@@ -96,8 +96,10 @@ class AdapterOptions:
         of_attention = [name for name in self.adapted if name in _OF_ATTENTION]
         if self.packs and (of_attention != [*QKV, CLOSING] or self.mlp_tiling):
             raise ValueError("frozen_bits packs softmax attention without latents, and MLPs without mlp_tile")
-        if self.mtp_layers or self.keeps_operators:
-            raise ValueError("lora_rank goes with neither mtp_layers nor recompute: operators")
+        if self.mtp_layers or self.keeps_operators or self.joint_qkv:
+            raise ValueError(
+                "lora_rank goes with neither mtp_layers, recompute: operators nor separate_projections: mlp"
+            )
 
     @property
     def packs(self) -> bool:

@@ -86,8 +86,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             torch.compile allocates to time the kernels of cross_entropy "native" in their first call; see
             :class:`Autotuning`. 0 KiB: torch.compile timed the kernels earlier.
         separate_projections: queries, keys, values, and the two projections that open the MLP, have a weight
-            and a matmul each, as in Hugging Face's and torchtitan's models; else projections of the same
-            input are one matmul.
+            and a matmul each, as in Hugging Face's models and torchtitan's before version 0.3; "mlp": only
+            the two of the MLP, as in torchtitan 0.3.0; else projections of the same input are one matmul.
         attention_views: attention takes views of the matmul that made queries, keys and values, as
             flash-attn's functions for packed tensors do: a part that RoPE does not copy keeps the whole
             tensor for backward. Else the parts are copied.
@@ -160,7 +160,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     swiglu: str = "plain"
     autotune_flush_kib: int = 0
     autotune_copies: int = 0
-    separate_projections: bool = False
+    separate_projections: bool | Literal["mlp"] = False
     attention_views: bool = False
     library: str = "torch"
     fusions: Sequence[str] = ()
@@ -284,6 +284,11 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     def recomputes(self, module: str) -> bool:
         """Whether ``recompute: selective`` runs ``module``, a word of RECOMPUTE_MODULES, again."""
         return self.recompute == "selective" and module in self.recompute_modules
+
+    @property
+    def joint_qkv(self) -> bool:
+        """Whether queries, keys and values are one matmul, and the projections that open the MLP are not."""
+        return self.separate_projections == "mlp"
 
     @property
     def keeps_operators(self) -> bool:

@@ -55,7 +55,8 @@ class SoftmaxAttentionMixer(AttentionMixer):
         self.project: SeparateLinear | GroupedQueryLinear | GroupedLinear
         if model.separate_projections:
             width = kv_heads * model.head_size
-            outputs = model.attention_width, width, width
+            outputs: tuple[int, ...] = (model.attention_width, width, width)
+            outputs = (sum(outputs),) if model.joint_qkv else outputs
             self.project = strategy.separate_linear_in(hidden, outputs, bias=kind.bias)
         elif kind.by_groups(model):
             self.project = strategy.grouped_query_linear_in(
@@ -129,7 +130,12 @@ class SoftmaxAttentionMixer(AttentionMixer):
         opened = self.project(x)
         if self.opening is not None:
             opened = self.opening(x, opened)
-        if not self.model.separate_projections and self.kind.by_groups(self.model):
+        if self.model.joint_qkv:  # rows by groups of heads, as in GroupedQueryLinear
+            of_group = self.model.heads // (self.model.kv_heads or self.model.heads)
+            groups = opened[0].unflatten(-1, (-1, of_group + 2, self.model.head_size))
+            q, k, v = groups.split([of_group, 1, 1], -2)
+            q, k, v = q if self.model.grouped else q.squeeze(-2), k.squeeze(-2), v.squeeze(-2)
+        elif not self.model.separate_projections and self.kind.by_groups(self.model):
             q, k, v = opened
         else:
             q, k, v = (y.unflatten(-1, (-1, self.model.head_size)) for y in opened)

@@ -87,7 +87,7 @@ class SoftmaxOptions(Mixer):
         return model.attention_width
 
     def gathers_once(self, model: DecoderOptions) -> bool:
-        return model.separate_projections
+        return bool(model.separate_projections)
 
     def norm_weights(self, model: DecoderOptions) -> int:
         """The number of weights and biases, each of one head's size, of the norms of queries and keys."""

@@ -32,6 +32,17 @@ def test_one_function_of_a_registry_is_read_by_name() -> None:
     assert registry("qwen3_of_eight").cell().sizes.by_axis["ep"] == 8
 
 
+def test_a_registry_of_version_0_3() -> None:
+    """Counts sequences, cuts the loss, and has one matmul of queries, keys and values."""
+    text = data(__file__)["OF_SEQUENCES"]
+    chunked, whole = (settings(registry(name, text)) for name in ("llama3_8b", "llama3_8b_whole"))
+    expected = {"model_options.separate_projections": "mlp", "batch": 32, "model_options.loss_tile": 2048}
+    assert chunked | expected == chunked
+    assert whole["batch"] == 16
+    assert "model_options.loss_tile" not in whole
+    assert not any("CUDA graph" in remark for remark in registry("llama3_8b", text).remarks)
+
+
 @tabled(__file__, "what_a_registry_cannot_say_is_refused_in_a_line")
 def test_what_a_registry_cannot_say_is_refused_in_a_line(name: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem) as refused:
