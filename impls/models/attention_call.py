@@ -86,7 +86,7 @@ class AttentionCallModel(PackedSequences, Model):
         return [{"window": 2}, {"window": 5}, {"window": 20}, {"window": 9, "documents": (7, 1, 11, 5)}]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
-        _one_stage_only(stage)
+        one_stage_only(stage)
         return AttentionCall(strategy, self.kind, self.attended(seq_len))
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class AttentionCallModel(PackedSequences, Model):
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
-        _one_stage_only(stage)
+        one_stage_only(stage)
         dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": self.head_size}
         further = {"causal_attention": {"G": self.groups}, "linear_attention": {"D": self.head_size}}
         return [
@@ -111,9 +111,10 @@ class AttentionCallModel(PackedSequences, Model):
         return {"model": ModelPart(self.build, self.inputs, self.sequence_dims, {"o": 1})}
 
 
-def _one_stage_only(stage: Stage) -> None:
+def one_stage_only(stage: Stage) -> None:
+    """Raise :class:`Unsupported` if a model of one call is to be split over stages."""
     if stage.count > 1:
-        raise Unsupported("one attention call cannot be split over pipeline stages", "use pp 1")
+        raise Unsupported("one call cannot be split over pipeline stages", "use pp 1")
 
 
 class AttentionCall(nn.Module):

@@ -178,7 +178,8 @@ class RecurrentChunks(SequenceChunks):
             for purpose, collective, count, payload in self.passing.messages(
                 self.rank, self.size, step, nbytes
             ):
-                yield Traffic(phase, of + purpose, collective, count * site.count, payload)
+                if payload:  # without a convolution no rows pass
+                    yield Traffic(phase, of + purpose, collective, count * site.count, payload)
 
     def rows_before(self, rows: Tensor) -> Tensor | None:
         if self.group is None or self.size == 1:

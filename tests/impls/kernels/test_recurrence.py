@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.impls.kernels import gated_delta_operators, state_space_operators
 from spbench.impls.kernels.activations import silu_times
+from spbench.impls.kernels.feature_gate import feature_gate
 from spbench.impls.kernels.gated_delta import GatedDelta, KimiDelta
 from spbench.impls.kernels.gated_norm import gated_norm, l2_norm, plain_l2_norm
 from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence, sequential, timed
@@ -197,6 +199,9 @@ def test_kernels_are_timed_before_their_first_call() -> None:
 @pytest.mark.parametrize("gate_first", [False, True])
 @pytest.mark.parametrize("weight", [(5,), (4, 5)])
 def test_norm_and_gate(weight: tuple[int, ...], gate_first: bool) -> None:
+    by_sigmoid = partial(gated_norm, eps=1e-3, gate_first=gate_first, sigmoid=True)
+    inputs = made(2, 3, 4, 5), made(2, 3, 4, 5, seed=1), made(*weight, seed=2)
+    assert_same(by_sigmoid, partial(by_sigmoid, way="plain"), *inputs)
     ours = partial(gated_norm, eps=1e-3, gate_first=gate_first)
     x, z = made(2, 3, 4, 5), made(2, 3, 4, 5, seed=1)
     assert_same(ours, partial(ours, way="plain"), x, z, made(*weight, seed=2))
@@ -206,6 +211,21 @@ def test_norm_and_gate(weight: tuple[int, ...], gate_first: bool) -> None:
             return rms_norm(silu_times(z, x), weight, 1e-3)
 
         assert_same(apart, partial(ours, way="plain"), x, z, made(*weight, seed=2))
+
+
+def test_a_gate_of_each_feature() -> None:
+    inputs = made(2, 3, 4, 5), made(4, seed=1), made(4, 5, seed=2)
+    assert_same(feature_gate, partial(feature_gate, way="plain"), *inputs)
+    assert bytes_kept(lambda: feature_gate(*inputs)) == sum(x.nbytes for x in inputs)
+
+
+@pytest.mark.skipif(not find_spec("fla"), reason="fla is not installed")
+def test_kda_is_as_flas_reference() -> None:
+    from fla.ops.kda.naive import naive_recurrent_kda
+
+    q, k, v, g, b = (x.detach().float() for x in inputs(13, KimiDelta))
+    expected, _ = naive_recurrent_kda(q, k, v, g, b)
+    torch.testing.assert_close(gated_recurrence(KimiDelta, q, k, v, g, b), expected)
 
 
 def test_length_one() -> None:
