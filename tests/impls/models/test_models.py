@@ -150,6 +150,7 @@ WHAT = {
     *("experts", "experts_per_token", "expert_inner", "shared_inner", "shared_gate", "dense_layers"),
     *("expert_pattern", "expert_biases", "expert_weighting", "router", "router_scores", "router_normalized"),
     *("router_scale", "router_groups", "router_group_topk", "router_bias", "router_linear_bias"),
+    "rule",
     *("router_dtype", "aux_loss", "aux_weight", "z_weight", "capacity", "capacity_padded", "routing"),
 }
 #: options that change how, which the oracle may keep, with the reason
