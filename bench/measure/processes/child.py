@@ -64,13 +64,16 @@ class Child:
         return self.process.is_alive()
 
     def work_so_far(self) -> str:
-        """The times that the main thread of the process has worked for, while it sleeps; "" while it works,
-        or where the system does not say."""
+        """The times that the main thread of the process has worked for, while it waits for other threads, as
+        in a collective; "" while it works, while it waits for the clock or for a file, such as the pipe of a
+        DataLoader's workers, or where the system does not say."""
         pid = self.process.pid
         with suppress(OSError):
             told = Path(f"/proc/{pid}/task/{pid}/stat").read_text(encoding="utf-8")
             state, *rest = told.rpartition(")")[2].split()
-            return " ".join(rest[10:12]) if state == "S" else ""
+            of_kernel = Path(f"/proc/{pid}/wchan").read_text(encoding="utf-8")
+            ends = any(word in of_kernel for word in ("nanosleep", "poll", "select", "pipe"))
+            return " ".join(rest[10:12]) if state == "S" and not ends else ""
         return ""
 
     def send(self, content: Any) -> None:

@@ -6,9 +6,11 @@ Errors against float64 of all ranks in turn, and that sums in half precision sho
 
 import json
 import math
+import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Collection
 from multiprocessing.connection import Connection
@@ -295,6 +297,29 @@ def one_who_raises(mesh: DeviceMesh) -> None:
     if dist.get_rank() == 1:
         raise ValueError("no more")
     collectives.all_reduce(torch.zeros(1), mesh.get_group("sp"))
+
+
+def rests(mesh: DeviceMesh, on: str) -> str:
+    """Wait two seconds for the clock, or for a file of another process; or for ever for another thread."""
+    if on == "clock":
+        time.sleep(2.0)
+    elif on == "file":
+        multiprocessing.Pipe()[0].poll(2.0)
+    else:
+        threading.Event().wait()
+    return on
+
+
+@pytest.mark.parametrize("on", ["clock", "file"])
+def test_ranks_that_wait_for_the_clock_or_a_file_do_not_hang(pool: RankPool, on: str) -> None:
+    assert pool.run({}, rests, on, idle_s=0.6) == [on]
+
+
+def test_ranks_that_only_wait_for_each_other_hang(pool: RankPool) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError):
+        pool.run({}, rests, "thread", idle_s=0.6)
+    assert time.monotonic() - begin < pool.timeout_s / 2
 
 
 def test_who_waits_for_what_never_comes_fails_at_once() -> None:
