@@ -64,7 +64,7 @@ MEETINGS: Mapping[str, str] = {
     "whole_attention": "softmax attention with dropout, or by way of all scores",
     "full_attention": "softmax attention of all to all on a grid",
     "linear_attention": "linear attention",
-    "gated_recurrence": "gated recurrence (Gated DeltaNet, Mamba-2)",
+    "gated_recurrence": "gated recurrence (Gated DeltaNet, KDA, Mamba-2)",
     "indexed_attention": "attention to keys that an indexer chooses",
     "project_sequence": "Linformer's projection",
 }

@@ -106,7 +106,7 @@ class HybridModel(CausalTransformerModel):
                 f"pattern {self.pattern!r} with window {self.window}: layers W and a window need each other"
             )
         if self.autotune_states_kib and not {*RECURRENCES} & {*self.pattern}:
-            raise ValueError(f"autotune_states_kib needs a layer of {' or '.join(RECURRENCES)} in pattern")
+            raise ValueError("autotune_states_kib needs a layer of G, K or M in pattern")
         if self.window_rotary_base is not None and (self.window is None or self.position != "rotary"):
             raise ValueError("window_rotary_base needs layers W and position: rotary; leave it out")
         super().__post_init__()
