@@ -224,6 +224,16 @@ class Attended:
         up_to = before[document] + self._pairs_of_first(runs - begins[document])
         return up_to[:, 1] - up_to[:, 0]
 
+    def keys_of(self, queries: Intervals) -> Numbers:
+        """The positions of the keys that queries in intervals see, as runs [n, 2] in rising order, of which
+        no two touch."""
+        _, begins, starts, stops = self.within_documents(queries).T
+        firsts = begins if self.window is None else np.maximum(begins, starts - self.window + 1)
+        order = np.argsort(firsts, kind="stable")
+        firsts, reached = firsts[order], np.maximum.accumulate(stops[order])
+        gap = firsts[1:] > reached[:-1]
+        return np.stack((firsts[np.append(True, gap)], reached[np.append(gap, True)]), 1)
+
     def ranges(self, queries: Intervals, keys: Intervals) -> Ranges:
         """The keys in intervals that queries in intervals see; both lie in memory in the intervals' order."""
         of_queries, of_keys = self.within_documents(queries), self.within_documents(keys)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from spbench.impls.attended import Attended
     from spbench.impls.dispatchers.dispatcher import ExpertCall
 
 #: the dim of a tensor that holds the positions; a tuple of dims if positions lie on a grid, of which a
@@ -111,7 +112,9 @@ class Site:
     A model lists its sites so that a strategy can write its communication in closed form without
     knowing the model. ``dims`` holds the shape letters as integers. ``recomputed`` says that
     activation checkpointing runs the forward of this site again during backward. ``experts`` is the call of a
-    block of experts to its dispatcher.
+    block of experts to its dispatcher. ``attended`` says what a position of causal attention attends to, and
+    ``packed`` by which of these limits placements are chosen (:meth:`Strategy.pack`); None: the site's model
+    does not say, or there is only the causal mask.
 
     Raises:
         ValueError: the kind is not one of :data:`SITE_KINDS`.
@@ -122,6 +125,8 @@ class Site:
     dims: Mapping[str, int] = field(default_factory=dict)
     recomputed: bool = False
     experts: ExpertCall | None = None
+    attended: Attended | None = None
+    packed: Attended | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in SITE_KINDS:

@@ -142,12 +142,20 @@ def exchange(
 ) -> None:
     """Send tensors and receive into others, given as (tensor, rank of the peer in the group); the device
     waits for all messages, and with ``host_waits`` the host too."""
+    sends, receives = [*sends], [*receives]
+    for work in post(sends, receives, group):
+        work.wait()
+    if host_waits and (messages := [*sends, *receives]):
+        wait_for_device(messages[0][0])
+
+
+def post(
+    sends: Iterable[tuple[Tensor, int]], receives: Iterable[tuple[Tensor, int]], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Begin the messages of :func:`exchange`, all at once; returns the works to wait for."""
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for x, peer in sends]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for x, peer in receives]
-    for work in dist.batch_isend_irecv(operations) if operations else []:
-        work.wait()
-    if host_waits and operations:
-        wait_for_device(operations[0].tensor)
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def begin_exchange(

@@ -100,10 +100,15 @@ class AttentionCallModel(PackedSequences, Model):
     ) -> list[Site]:
         one_stage_only(stage)
         dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": self.head_size}
+        attended = self.attended(seq_len)
         further = {"causal_attention": {"G": self.groups}, "linear_attention": {"D": self.head_size}}
         return [
             Site("given_heads", 1, {"Z": self.heads}),
-            Site(_KINDS[self.kind], 1, dims | further.get(self.kind, {}) | self.heeded(seq_len)),
+            Site(
+                *(_KINDS[self.kind], 1, dims | further.get(self.kind, {}) | attended.dims),
+                attended=attended,
+                packed=attended,
+            ),
             Site("parameters", 1, {"elements": 0}),
         ]
 

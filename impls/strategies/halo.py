@@ -80,7 +80,7 @@ class KeyValueRows(NamedTuple):
         return k.unflatten(-1, (self.heads, -1)), v.unflatten(-1, (self.heads, -1))
 
 
-class _HaloRows(KeyValueRows):
+class RowsByPosition(KeyValueRows):
     """The layout of messages [L/N, B, G (D + A)]. Positions are outermost, so the last rows of a message are
     a view without gaps, and messages one after another form one."""
 
@@ -107,14 +107,14 @@ class PassingHalo(KeyBlocks):
     meetings: Meetings
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        layout = _HaloRows.like(k, v)
+        layout = RowsByPosition.like(k, v)
         for back, rows in _passing(layout.message(k, v), self.group, self.meetings):
             if (met := _met(self.meetings, back, len(rows))) is not None:
                 mine, theirs, seen = met
                 yield mine, *layout.keys_and_values(rows[theirs]), seen
 
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        home, own, layout = Ring(self.group), k, _HaloRows.like(k, v)
+        home, own, layout = Ring(self.group), k, RowsByPosition.like(k, v)
         for back, rows in _passing(layout.message(k, v), self.group, self.meetings):
             gradients = rows.new_zeros(rows.shape, dtype=state_dtype(k.dtype))
             if (met := _met(self.meetings, back, len(rows))) is not None:
@@ -169,12 +169,12 @@ class GatheredHalo(KeyBlocks):
     meetings: Meetings
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        layout = _HaloRows.like(k, v)
+        layout = RowsByPosition.like(k, v)
         rows = _with_halo(layout.message(k, v), self.group, self.meetings)
         yield ALL, *layout.keys_and_values(rows), self.meetings.of_halo()
 
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        meetings, layout = self.meetings, _HaloRows.like(k, v)
+        meetings, layout = self.meetings, RowsByPosition.like(k, v)
         rows = _with_halo(layout.message(k, v), self.group, meetings)
         gradients = rows.new_empty(rows.shape, dtype=state_dtype(k.dtype))
         layout.fill(gradients, *backward.of_block(ALL, *layout.keys_and_values(rows), meetings.of_halo()))

@@ -50,7 +50,7 @@ class PlacementOptions(GridOptions):
 class DocumentPlacementOptions(PlacementOptions):
     """:class:`PlacementOptions` that also take the placements by document lengths, BALANCED."""
 
-    placements = (*PLACEMENTS, *BALANCED)
+    placements: ClassVar[tuple[str, ...]] = (*PLACEMENTS, *BALANCED)
 
 
 class PlacedChunks(GridChunks):

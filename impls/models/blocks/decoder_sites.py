@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from spbench.impls.attended import Attended
 from spbench.impls.composition import Stage
 from spbench.impls.dispatchers.dispatcher import ExpertCall
 from spbench.impls.kernels.packed_weights import HOLDER
@@ -20,6 +21,9 @@ from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.models.blocks.latent_mixer import LatentAttention
 from spbench.impls.strategies.base import Site
 
+#: what a site asks in addition to its dims: its experts, attended and packed
+_Asked = tuple[ExpertCall | None, Attended | None, Attended | None]
+
 #: the kinds of sites of losses that send other messages than Megatron-LM's own loss, by ``cross_entropy``
 _CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
     "in_place": "cross_entropy_in_place",
@@ -31,7 +35,7 @@ _CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
 def stage_sites(model: Architecture, batch: int, seq_len: int, rows: int, stage: Stage) -> list[Site]:
     """The sites of a pipeline stage for one batch, with a word embedding of ``rows`` rows."""
     layers = stage.layers(model.layers)
-    alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool, ExpertCall | None]] = Counter()
+    alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool, _Asked]] = Counter()
     predictions = [([layer], model.recomputes_layers) for layer in model.prediction_layers(stage)]
     for run, again in [*model.recomputed_runs(layers), *predictions]:
         for layer in run:
@@ -43,8 +47,9 @@ def stage_sites(model: Architecture, batch: int, seq_len: int, rows: int, stage:
             if model.lora_rank:
                 asked = chain(frozen(asked), adapter_sites(model, layer, batch, seq_len, again))
             for site in asked:
-                alike[site.kind, tuple(site.dims.items()), site.recomputed, site.experts] += site.count
-    sites = [Site(kind, n, dict(d), again, call) for (kind, d, again, call), n in alike.items() if n]
+                asks = site.experts, site.attended, site.packed
+                alike[site.kind, tuple(site.dims.items()), site.recomputed, asks] += site.count
+    sites = [Site(kind, n, dict(d), again, *asks) for (kind, d, again, asks), n in alike.items() if n]
     sites += model.vocabulary_sites(batch, seq_len, rows, stage, tied=model.shares_embedding)
     if predictions:
         of_head = {"vocabulary_logits": len(predictions), "cross_entropy": len(predictions)}

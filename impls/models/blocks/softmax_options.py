@@ -130,8 +130,9 @@ class SoftmaxOptions(Mixer):
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         kept = {"kept": 1} if model.keeps_operators else {}
         again = again or model.recomputes("core_attn")
-        heeded = self.heeded(model.attended(seq_len), seq_len)
-        return Site(kind, 1, {"B": batch, "L": seq_len, **heads, **kept, **heeded}, again)
+        packed = model.attended(seq_len)
+        dims = {"B": batch, "L": seq_len, **heads, **kept, **self.heeded(packed, seq_len)}
+        return Site(kind, 1, dims, again, attended=self.attended(packed, seq_len), packed=packed)
 
 
 #: for verification: a head's query and key have 6 features, its value 5

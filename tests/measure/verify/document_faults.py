@@ -1,29 +1,34 @@
 """Strategies that treat packed documents, sliding windows and attention sinks wrongly, as public code has."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.attended import CAUSAL, Attended, Numbers
 from spbench.impls.kernels.packed_linear_attention import Chunk
 from spbench.impls.layout import HEEDS_ALL, Shard, mark_shard
+from spbench.impls.strategies import group_cast
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.document_groups import DocumentGroup, Round
 from spbench.impls.strategies.dynamic_cp import DynamicCP
 from spbench.impls.strategies.fpdt import FPDT
+from spbench.impls.strategies.group_cast import CastKeys, GroupCast
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.meetings import Meeting, Meetings
+from spbench.impls.strategies.needed_rows import NeededRows
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.strategies.upipe import Rounds, UPipe
-from tests.measure.verify.planting import planted
+from tests.measure.verify.planting import patching, planted
 
 
 def _among(change: Callable[[Meetings], Meetings]) -> dict[str, Any]:
@@ -173,6 +178,61 @@ class MeanOfTheRanksMeans(_OneDocumentARank):
         length = sum(self.packed.documents)
         token_loss: Tensor = super().cross_entropy(logits, *args, **how)
         return token_loss * (length / self.size / sum(self._rows(length)))
+
+
+# keys and values only where they are needed
+
+
+class _NotSent(CastKeys):
+    """The memory for the rows of the nearest rank before keeps zeros."""
+
+    def _arriving(self, own: Tensor) -> Iterator[tuple[range, Tensor]]:
+        for part, rows in super()._arriving(own):
+            self._by_owner(rows, part)[self.meetings.before(1)].zero_()
+            yield part, rows
+
+
+class _Returned(CastKeys):
+    """The gradients of rows are added to others than are returned."""
+
+    change: ClassVar[Callable[[Sequence[Any]], Sequence[Any]]]
+
+    def _give_back(self, gradients: Tensor, part: range) -> Any:
+        returning = super()._give_back(gradients, part)
+        return returning._replace(parts=type(self).change(returning.parts))
+
+
+class _NotReturned(_Returned):
+    change = staticmethod(lambda parts: parts[1:])
+
+
+class _AddedTwice(_Returned):
+    change = staticmethod(lambda parts: [*parts, *parts[:1]])
+
+
+class _EverythingBefore(NeededRows):
+    def seen_by(self, rank: int) -> Numbers:
+        return np.array([[0, self.held[rank].max()]])
+
+
+class _EverythingSent(CastKeys):
+    @cached_property
+    def needed(self) -> NeededRows:
+        return _EverythingBefore(**{name: getattr(super().needed, name) for name in ("held", "attended")})
+
+
+def _cast(cls: type[CastKeys]) -> dict[str, Any]:
+    return {"heeds": HEEDS_ALL, "attend": patching(group_cast, CastKeys=cls)}
+
+
+# the rows that one other rank has are missing
+NeededRowsNotSent = planted(GroupCast, **_cast(_NotSent))
+# a rank adds all gradients of its rows but those of one other rank's queries
+GradientsNotReturned = planted(GroupCast, **_cast(_NotReturned))
+# and adds those of one other rank's queries once more
+GradientsAddedTwice = planted(GroupCast, **_cast(_AddedTwice))
+# every value is right, but rows are sent of which no query sees the keys
+MoreRowsThanAreNeeded = planted(GroupCast, **_cast(_EverythingSent))
 
 
 # documents in linear attention and gated recurrences

@@ -198,6 +198,10 @@ OF_DOCUMENTS: list[tuple[type[Strategy], Model, str, Names]] = [
     (document_faults.DocumentComputedTwice, PACKED, "model", ("positions of 24",)),
     (document_faults.DocumentMissingOnOneRank, PACKED, "model", ("positions of 24",)),
     (document_faults.MeanOfTheRanksMeans, PACKED, "model", OUTPUTS),
+    (document_faults.NeededRowsNotSent, PACKED, "model", OUTPUTS),
+    (document_faults.GradientsNotReturned, PACKED, "model", GRADIENTS),
+    (document_faults.GradientsAddedTwice, PACKED, "model", GRADIENTS),
+    (document_faults.MoreRowsThanAreNeeded, WINDOWED, "model", ("forward send", "backward send")),
     (document_faults.StateNotReset, STATES, "model", OTHER_DOCUMENTS),
     (document_faults.StateNotResetAtTheRanksEdge, STATES, "model", OTHER_DOCUMENTS),
 ]
