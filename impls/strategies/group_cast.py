@@ -211,6 +211,7 @@ class GroupCast(PlacedChunks):
     name = "group_cast"
     summary = "sequence chunks; keys and values go only to ranks that need them (MagiAttention's group cast)"
     source = "arXiv 2505.13211, section 4"
+    searched = False  # the program of each rank would be traced, for each way to divide a sample
     meets = frozenset({"causal_attention"})
     heeds = HEEDS_ALL
     options_type = GroupCastOptions

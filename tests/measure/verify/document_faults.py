@@ -218,7 +218,8 @@ class _EverythingBefore(NeededRows):
 class _EverythingSent(CastKeys):
     @cached_property
     def needed(self) -> NeededRows:
-        return _EverythingBefore(**{name: getattr(super().needed, name) for name in ("held", "attended")})
+        honest = super().needed
+        return _EverythingBefore(honest.held, honest.attended)
 
 
 def _cast(cls: type[CastKeys]) -> dict[str, Any]:
