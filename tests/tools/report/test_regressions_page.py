@@ -56,19 +56,20 @@ def results(tmp_path: Path) -> Path:
 def test_planted_changes_are_listed_the_worst_first(results: Path) -> None:
     gate, other = regressions_page.gates(results / "baseline", results / "runs")
     assert gate.judgement is not None
+    assert gate.table is not None
     assert gate.judgement.fails
     assert dict(gate.counts) == {"worse": 2, "missing": 1, "better": 1, "new": 1, "equal": 1}
-    assert [(line["verdict"], line["where"], line["quantity"]) for line in gate.lines] == [
+    assert [(line["verdict"], line["where"], line["quantity"]) for line in gate.table.rows] == [
         ("worse", "worse", "status"),
         ("worse", "more", "peak_memory_bytes"),
         ("missing", "gone", "cell"),
         ("better", "better", "peak_memory_bytes"),
         ("new", "new", "cell"),
     ]
-    assert gate.lines[1]["worse by (%)"] == pytest.approx(0.1)
+    assert gate.table.rows[1]["worse by (%)"] == pytest.approx(0.1)
     assert (gate.commits[1], gate.machines[1]) == (["beef"], ["here"])
     found = judge(read_results(results / "baseline" / "gate"), read_results(results / "runs" / "gate"))
-    assert [d.where for d in found.differences] == [line["where"] for line in gate.lines]
+    assert [d.where for d in found.differences] == [line["where"] for line in gate.table.rows]
     assert other.judgement is None
     assert "spbench run --scenario other" in other.problem
 

@@ -77,16 +77,11 @@ class Gate:
         return counts + Counter({"equal": self.judgement.equal.total()})
 
     @property
-    def lines(self) -> list[dict[str, Any]]:
-        """The differences as table lines, the worst first; ``worse by (%)`` is in percent of the base."""
-        differences = self.judgement.differences if self.judgement else ()
-        return TABLES.records("difference", differences, is_finite=math.isfinite)
-
-    @property
     def table(self) -> DataTable | None:
-        """The table of differences; None if nothing differs."""
+        """The table of differences, ``worse by (%)`` in percent of the base; None if nothing differs."""
+        differences = self.judgement.differences if self.judgement else ()
+        lines = TABLES.records("difference", differences, is_finite=math.isfinite)
         caption = f"{self.scenario}: what differs from the baseline, the worst first"
-        lines = self.lines
         return DataTable(self.table_name, caption, lines, sortable=len(lines) > 1) if lines else None
 
 
