@@ -70,7 +70,7 @@ class Options:
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """Yields the settings that a search for the fastest layout tries, the most promising first; by
-        default only the defaults, {}.
+        default only the defaults, {}. A strategy whose options yield none is not tried.
 
         Args:
             heeded: features of the model's attention in addition to a causal mask: "documents", "window".

@@ -18,17 +18,17 @@ CUDA graphs. Here recurrent layers are refused, and with packed documents also e
 further cut of positions.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spbench.impls.attended import CAUSAL, Attended, Numbers
+from spbench.impls.attended import CAUSAL, Attended, Interval, Numbers, Ranges
 from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.options import Options, check_choices
 from spbench.impls.strategies.all_gather_kv import GatheredKeys, gather_traffic
@@ -67,6 +67,14 @@ class DynamicCPOptions(Options):
     groups: str = "power_of_two"
     most_tokens: int | None = None
     least_ranks: int = 1
+
+    @classmethod
+    def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
+        """See :meth:`Options.searched`. Without packed documents all ranks are one group, as in
+        all_gather_kv, so that nothing is tried."""
+        if "documents" in heeded:
+            yield {}
+            yield from ({"groups": "static", "least_ranks": n} for n in (2, 4, 8))
 
     def __post_init__(self) -> None:
         check_choices(self, {"groups": RULES})
@@ -130,6 +138,17 @@ class _Share:
         return Attended(self.documents, window)
 
 
+@dataclass(frozen=True)
+class _RealMeetings(Meetings):
+    """Meetings of a rank's first ``real`` queries; the filler behind these sees no key."""
+
+    real: int = 0
+
+    def of_all(self) -> tuple[Interval, Ranges]:
+        owners, ranges = super().of_all()
+        return owners, Ranges(ranges.numbers[ranges.numbers[:, 0] < self.real])
+
+
 class DynamicCP(SequenceChunks):
     """Shares of documents, each document on a group of ranks that is as small as its length allows."""
 
@@ -140,8 +159,6 @@ class DynamicCP(SequenceChunks):
     source = "NVIDIA/Megatron-LM, pull requests 2282 and 5679; any size: arXiv 2602.21788"
     meets = frozenset({"causal_attention"})
     heeds = HEEDS_ALL
-    usual = True
-    searched = False
     options_type = DynamicCPOptions
     options: DynamicCPOptions
 
@@ -250,12 +267,13 @@ class DynamicCP(SequenceChunks):
             return super().causal_attention(q, k, v, seen, sinks)
         group = self.place.divided(*self.axes, parts=share.division)
         assert group is not None
-        meetings = Meetings(_PLACEMENT, share.rank, share.size, share.rows, seen, share.attended(None))
-        filler = share.rows - q.shape[2]
+        whole, real = share.attended(None), q.shape[2]
+        meetings = _RealMeetings(_PLACEMENT, share.rank, share.size, share.rows, seen, whole, real=real)
+        filler = share.rows - real
         if filler:
             q, k, v = (F.pad(x, (0, 0, 0, filler)) for x in (q, k, v))
         o = attention_to_blocks(q, k, v, GatheredKeys(group, meetings, "reduce_scatter"), sinks)
-        return o[:, :, : share.rows - filler] if filler else o
+        return o[:, :, :real] if filler else o
 
     def attended_pairs(self, attended: Attended, length: int) -> int:
         if self.size == 1:

@@ -251,6 +251,8 @@ def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[
     one class's other options. ``heeded``: the argument of :meth:`Options.searched`."""
     kinds = dict.fromkeys(cls.options_type for cls in impls.nesting(strategy).classes)
     searched = [[*kind.searched(heeded)] for kind in kinds]
+    if not all(searched):
+        return []
     first = {name: value for kind in searched for name, value in kind[0].items()}
     others = [{**first, **settings} for kind in searched for settings in kind[1:]]
     return [first, *others]

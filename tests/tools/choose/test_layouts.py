@@ -185,8 +185,10 @@ def test_options_say_themselves_what_is_searched(monkeypatch: pytest.MonkeyPatch
     assert strategy_settings("ring_attention")[0] == {"placement": "zigzag"}
     assert {"placement": "striped"} in strategy_settings("ring_attention")
     assert strategy_settings("ulysses") == [{}]
+    assert strategy_settings("dynamic_cp") == []
     packed = asked(8, settings={"model_options.documents": [100, 28]})
     assert (packed.heeded, asked(8).heeded) == ({"documents"}, frozenset())
+    assert "dynamic_cp" in {cls.name for cls in searched_strategies(packed)}
     of_documents = [each["placement"] for each in strategy_settings("ring_attention", packed.heeded)]
     assert of_documents == ["by_work", "zigzag_by_document", "zigzag", "contiguous"]
     # each is one that the strategy may have
