@@ -4,6 +4,7 @@
     python scripts/program_host.py tensor_parallel
     pip install deepspeed transformers
     LOCAL_RANK=0 DS_ACCELERATOR=cpu python scripts/program_host.py deepspeed --ranks 4
+    python scripts/program_host.py checkpoint    # the second run's calls of modules are among its backward's
 
 A model of 12 small layers runs forward and backward as the program runs the model, and plainly, in turns, on
 one rank. Times are of the process, so that other processes count little. The plain runs say how much slower
@@ -15,6 +16,7 @@ least squares over models of several sizes.
 
 import copy
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -205,6 +207,112 @@ def tensor_parallel_parts(ranks: int) -> Iterator[Part]:
     yield Part(Run(plain, loss_of), Run(layers, loss_of), LAYERS, 9 * LAYERS)
 
 
+class HostEvent:
+    """An event in Python around calls of the driver that take no time, as torch.cuda.Event is one around
+    calls that take some."""
+
+    def record(self, stream: Any = None) -> None:
+        stream = current_stream() if stream is None else stream
+
+    def wait(self, stream: Any = None) -> None:
+        stream = current_stream() if stream is None else stream
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
+class HostStream:
+    """A stream as :class:`HostEvent` is an event (torch/cuda/streams.py)."""
+
+    def __init__(self, *_: Any, **__: Any):
+        self.device = torch.device("cpu")
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        event = HostEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: HostEvent) -> None:
+        event.wait(self)
+
+    def wait_stream(self, stream: "HostStream") -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        pass
+
+
+def current_stream(device: Any = None) -> HostStream:
+    """A new object, as torch.cuda.current_stream makes one."""
+    return HostStream(stream_id=0, device_index=0, device_type=1)
+
+
+class HostStreamContext:
+    """torch.cuda.StreamContext, without the calls of the driver."""
+
+    def __init__(self, stream: HostStream):
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before = current_stream()
+        if self.before.device != self.stream.device:
+            raise RuntimeError("one device only")
+
+    def __exit__(self, *_: Any) -> None:
+        if self.before.device != self.stream.device:
+            raise RuntimeError("one device only")
+
+
+def as_on_a_gpu() -> None:
+    """Have DeepSpeed call streams, events and ranges on this CPU as it does on a GPU; the calls of the driver
+    within them take no time."""
+    from deepspeed import accelerator as accelerators
+    from deepspeed.accelerator import cpu_accelerator
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    class OnHost(cpu_accelerator.CPU_Accelerator):  # type: ignore[misc]
+        Stream, Event = HostStream, HostEvent
+        stream, current_stream = staticmethod(HostStreamContext), staticmethod(current_stream)
+        default_stream = staticmethod(current_stream)
+        range_push, range_pop = nothing, nothing
+
+        def is_synchronized_device(self) -> bool:
+            return False
+
+        resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    torch.Tensor.record_stream = nothing  # type: ignore[method-assign, assignment]
+    accelerators.set_accelerator(OnHost())
+
+
+def small_llama() -> Any:
+    """A Llama of transformers, in bfloat16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": LAYERS}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+def loss_of_llama(module: Any) -> Tensor:
+    tokens = torch.arange(8)[None]
+    loss: Tensor = module(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+def checkpoint_parts(ranks: int) -> Iterator[Part]:
+    """Layers that torch's checkpoint runs again, without reentrance."""
+    plain = small_llama()
+    again = copy.deepcopy(plain)
+    again.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    yield Part(Run(plain, loss_of_llama), Run(again, loss_of_llama), LAYERS, 0)
+
+
 def deepspeed_parts(ranks: int) -> Iterator[Part]:
     """A Llama of transformers under DeepSpeed's ZeRO-3, whose buckets are to the weights as those of a model
     of 8B; calls of torch.distributed, which the suite prices, take no time."""
@@ -212,12 +320,11 @@ def deepspeed_parts(ranks: int) -> Iterator[Part]:
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         setattr(dist, name, lambda *_, **__: SimpleNamespace(wait=bool))
     import deepspeed
-    from transformers import LlamaConfig, LlamaForCausalLM
 
+    as_on_a_gpu()
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     deepspeed.init_distributed("gloo", dist_init_required=False)
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": LAYERS}
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model = small_llama()
     plain = copy.deepcopy(model)
     settings = {
         "train_micro_batch_size_per_gpu": 1,
@@ -234,19 +341,15 @@ def deepspeed_parts(ranks: int) -> Iterator[Part]:
     }
     optimizer = torch.optim.AdamW(model.parameters())
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    tokens = torch.randint(0, 512, (1, 8))
-
-    def forward(module: Any) -> Tensor:
-        loss: Tensor = module(input_ids=tokens, labels=tokens, use_cache=False).loss
-        return loss
-
     weights = len([*plain.parameters()])
-    yield Part(Run(plain, forward), Run(engine, forward, engine.backward), 0, weights, nodes=False)
+    program = Run(engine, loss_of_llama, engine.backward)
+    yield Part(Run(plain, loss_of_llama), program, 0, weights, nodes=False)
 
 
 PARTS = {
     "fully_shard": fully_shard_parts,
     "tensor_parallel": tensor_parallel_parts,
+    "checkpoint": checkpoint_parts,
     "deepspeed": deepspeed_parts,
 }
 

@@ -157,9 +157,10 @@ def fuse_accumulation(weight: nn.Parameter, main_grad: Tensor, placeholders: Pla
 
 
 def is_plain(weight: Tensor) -> bool:
-    """Whether torch multiplies with the weight and autograd accumulates its gradient."""
-    plain = getattr(weight, "main_grad", None) is None and packed_of(weight) is None
-    return plain and not _by_transformer_engine(weight)
+    """Whether torch multiplies with the weight and autograd accumulates its gradient, and the program has no
+    function of its own for that (``spbench_own_function``), which keeps its operands after the matmul."""
+    own = getattr(weight, "spbench_own_function", False) or _by_transformer_engine(weight)
+    return not own and getattr(weight, "main_grad", None) is None and packed_of(weight) is None
 
 
 def library_of(weight: Tensor) -> str:

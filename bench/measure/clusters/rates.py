@@ -79,9 +79,8 @@ class HostMemory(StrictModel):
 
 #: kernels of softmax attention that keep no matrix of scores; a model's option ``attention`` names one of
 #: these, or "flash" for the default of the card's file
-AttentionKernel = Literal[
-    "flash_attention_1", "flash_attention_2", "flash_attention_3", "flash_attention_4", "triton", "cudnn"
-]
+FlashAttention = Literal["flash_attention_1", "flash_attention_2", "flash_attention_3", "flash_attention_4"]
+AttentionKernel = Literal[FlashAttention, "efficient_attention_with_mask", "triton", "cudnn"]
 #: the pass of a call of attention, and the pairs of positions that have scores
 Direction = Literal["forward", "backward"]
 Mask = Literal["causal", "whole"]

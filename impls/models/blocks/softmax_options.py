@@ -24,6 +24,7 @@ FLASH_KERNELS = (
     "flash_attention_2",
     "flash_attention_3",
     "flash_attention_4",
+    "efficient_attention_with_mask",
     "triton",
 )
 #: kernels that make no tensor of all scores

@@ -29,11 +29,13 @@ from spbench.bench.measure.simulator.program import KERNEL
 from spbench.impls.collectives import reduce_from_group
 from spbench.impls.kernels import copy_stream
 from spbench.impls.kernels.dropout import DropoutRandom
+from spbench.impls.kernels.projection import project
 from spbench.impls.kernels.rms_norm import plain_rms_norm
 from spbench.impls.kernels.rotary import rotated
 from spbench.impls.models.blocks import recomputation
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.observed_work import noting_host_work
 from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
@@ -444,3 +446,30 @@ def test_nothing_is_held_after_backward(where: str) -> None:
 
 def test_checkpointing_is_full_recomputation_too() -> None:
     model_preset("causal-transformer-tiny", {"checkpointing": True, "checkpoints": "host"})
+
+
+class Products(TorchDispatchMode):
+    """Counts matmuls."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func.overloadpacket is torch.ops.aten.mm
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("own, early_stop, products", [(False, True, 3), (True, True, 4), (False, False, 4)])
+def test_a_function_of_the_program_runs_its_last_matmul_again(
+    own: bool, early_stop: bool, products: int
+) -> None:
+    """As DeepSpeed's does, since it keeps its operands only after the matmul; and what the hooks for kept
+    tensors cost the host is told once for each run."""
+    weight, noted = nn.Parameter(torch.randn(3, 2)), list[int]()
+    weight.spbench_own_function = own  # type: ignore[attr-defined]
+    x = torch.randn(4, 2, requires_grad=True)
+    with Products() as counted, noting_host_work(lambda calls, checks: noted.append(calls)):
+        recomputed(lambda x: project(x, weight), DropoutRandom(0), x, early_stop=early_stop).sum().backward()
+    assert counted.number == products
+    assert noted == [recomputation.FIRST_CALLS, recomputation.SECOND_CALLS] * early_stop
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(3, 2))
