@@ -23,8 +23,9 @@ PERMUTATIONS = ("plain", "deterministic", "fused", "indexed")
 
 #: operators that are part of a transfer and take no extra time, because DeepEP's kernels read each token's
 #: row in place, once for each rank, and sum rows that come back as they arrive (deepseek-ai/DeepEP 567632d,
-#: csrc/kernels/intranode.cu: dispatch, combine)
-WITHIN_TRANSFERS = ("sent_rows", "summed_rows")
+#: csrc/kernels/intranode.cu: dispatch, combine); and pieces of an all-to-all that other ranks read and write
+#: in place, in symmetric memory (:mod:`spbench.impls.fused_exchange`)
+WITHIN_TRANSFERS = ("sent_rows", "summed_rows", "exchanged_pieces")
 
 
 @torch.library.custom_op("spbench::sent_rows", mutates_args=())
@@ -47,6 +48,12 @@ def summed_rows(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
 @summed_rows.register_fake
 def _(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
     return rows.new_empty(tokens, rows.shape[1])
+
+
+@operator("spbench::exchanged_pieces", fake=lambda x: x.new_empty(x.shape))
+def exchanged_pieces(x: Tensor) -> Tensor:
+    """x without gaps: the pieces that other ranks read, or that they have written, in symmetric memory."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _keep_token(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

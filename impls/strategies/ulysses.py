@@ -24,6 +24,7 @@ from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_to_all
+from spbench.impls.fused_exchange import fused_all_to_all
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import HEEDS_ALL, nearest_divisors
 from spbench.impls.strategies.base import Site, Unsupported
@@ -44,9 +45,12 @@ class UlyssesOptions(GridOptions):
         pad_heads: where N does not divide the heads, add heads of zeros up to a multiple of N, which are sent
             and computed like the others and then dropped. Ulysses on more ranks than heads, as the LASP paper
             (arXiv 2404.02882) reports it, needs something like this.
+        fused_exchange: the all-to-alls of attention permute on the way, in symmetric memory, without copies
+            before and after them (:mod:`spbench.impls.fused_exchange`). The ranks must share a node.
     """
 
     pad_heads: bool = False
+    fused_exchange: bool = False
 
 
 def _repeated(k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
@@ -92,11 +96,14 @@ class Ulysses(SwappedHeads, GridChunks):
         missing = self.padded(x.shape[HEADS]) - x.shape[HEADS]
         if missing:
             x = F.pad(x, (0, 0, 0, 0, 0, missing))
+        if self.options.fused_exchange:
+            return fused_all_to_all(x, HEADS, POSITIONS, self.group)
         return all_to_all(x, HEADS, POSITIONS, self.group)
 
     def to_positions(self, x: Tensor, heads: int) -> Tensor:
         """One all-to-all: x [B, Z/N, L, A] -> this rank's positions of all ``heads`` [B, Z, L/N, A]."""
-        return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
+        exchange = fused_all_to_all if self.options.fused_exchange else all_to_all
+        return exchange(x, POSITIONS, HEADS, self.group)[:, :heads]
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.by_heads(super().full_attention, q, k, v)
