@@ -132,3 +132,14 @@ def test_unlike_numbers_of_positions_are_refused_where_they_must_be_alike(
     sites = model_preset(model, {"documents": (7, 1, 11, 5)}).sites(4, 24)
     with pytest.raises(Unsupported, match=message):
         nesting(strategy).configured(Place(sizes)).check(sites)
+
+
+@pytest.mark.parametrize(
+    ("name", "static", "dynamic"), [("magi-attention", 27, 24), ("uniform", 39, 31), ("at-the-cap", 32, 31)]
+)
+def test_rounds_of_a_batch(name: str, static: int, dynamic: int) -> None:
+    """With most documents at the cap, static groups of 4 of 8 ranks need hardly more rounds than dynamic."""
+    lengths = model_preset("attention-call", {"documents": name}).attended(60 * 2**15).documents
+    lengths = tuple(min(length, 2**15) for length in lengths)
+    assert len(scheduled(GroupRule("static", 8, 8192, 4), lengths)) == static
+    assert len(scheduled(GroupRule("power_of_two", 8, 8192), lengths)) == dynamic
