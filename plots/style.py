@@ -9,9 +9,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-#: (colour, marker, hatch) of each method by name, in the order of legends. Each colour has a contrast of at
-#: least 3 against white, and any two colours differ by at least 17 in CIELAB, also as seen with a
-#: colour-vision deficiency; in grey, markers and hatches tell methods apart
+#: (colour, marker, hatch) of each method by name, in the order of legends. Contrasts against white are 3 or
+#: more; any two colours differ by 16 in CIELAB, also with a colour-vision deficiency, and in marker and hatch
 _METHODS = {
     "tensor_parallel": ("#355ba9", "o", ""),
     "ring_self_attention": ("#cc7f00", "s", "////"),
@@ -21,6 +20,7 @@ _METHODS = {
     "plain_ring_attention": ("#401c28", "H", "||--"),
     "all_gather_kv": ("#90954c", "d", "oo"),
     "group_cast": ("#cb3bd3", r"$\spadesuit$", "oo||"),
+    "dynamic_cp": ("#130105", r"$\diamondsuit$", "xx||"),
     "gathered_latents": ("#960fd2", r"$\clubsuit$", "++.."),
     "lasp": ("#73482c", "P", "++"),
     "lasp2": ("#0097f6", "X", "----"),
@@ -42,7 +42,6 @@ _NAMES = {
     "ring_self_attention": "Ring Self-Attention",
     "ring_attention": "Ring Attention",
     "all_gather_kv": "All-gather of K and V",
-    "group_cast": "Group cast of K and V",
     "gathered_latents": "All-gather of latents",
     "single": "No sequence parallelism",
     "megatron_sp": "Megatron-SP",
@@ -92,10 +91,9 @@ _MODEL_PARTS = {
     "llama3": "Llama-3",
     "st-dit": "ST-DiT",
     "tnl": "TransNormerLLM",
-    "xl": "XL",
 }
 _MODEL_PART = re.compile(rf"{'|'.join(sorted(_MODEL_PARTS, key=len, reverse=True))}|[^-]+")
-_SIZE = re.compile(r"a?\d+(\.\d+)?[bmk]")
+_SIZE = re.compile(r"a?\d+(\.\d+)?[bmk]|xl")
 INK, GREY = "#262626", "#666666"
 #: the sign between the names of strategies in a combination, the outermost first
 PLUS = "+"
