@@ -60,7 +60,7 @@ def _without(name: str) -> None:
         setattr(*_OFF[name])
     elif name.startswith("disk"):
         os.environ["SPBENCH_CACHE"] = tempfile.mkdtemp()
-        traces.use()
+        traces.keeping_traces().__enter__()
 
 
 def _seconds(scenario: str, every: int, times: int = 1) -> float:

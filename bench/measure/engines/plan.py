@@ -120,7 +120,18 @@ class Plan:
     def formula(self, rank: int) -> list[dict[str, Any]]:
         """The messages that a global rank sends by the closed form, as rows: phase, purpose, collective, axis
         (the group's axes, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
-        return sent_rows(self.traffic_of(rank), self.sizes)
+        return [
+            {
+                "phase": t.phase,
+                "purpose": t.purpose,
+                "collective": t.collective,
+                "axis": self._axis(t),
+                "count": t.count,
+                "payload_bytes": t.payload_bytes,
+                "sent_bytes": as_number(t.sent_bytes(t.group_size(self.sizes))),
+            }
+            for t in self.traffic_of(rank)
+        ]
 
     def difference(
         self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
@@ -161,22 +172,6 @@ def plan_of_step(cell: Cell, ranks: Sequence[Sequence[int]]) -> Plan:
     """The plan of a user's step; ``ranks`` are those of each class."""
     classes = [RankClass(impls.Stage(), {}, tuple(each)) for each in ranks]
     return Plan(classes, [[] for _ in classes], cell.mesh_sizes, has_formula=False)
-
-
-def sent_rows(traffic: Sequence[impls.Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The rows of a closed form, with the columns of :meth:`Plan.formula`."""
-    return [
-        {
-            "phase": t.phase,
-            "purpose": t.purpose,
-            "collective": t.collective,
-            "axis": impls.group_name(t.axes, sizes),
-            "count": t.count,
-            "payload_bytes": t.payload_bytes,
-            "sent_bytes": as_number(t.sent_bytes(t.group_size(sizes))),
-        }
-        for t in traffic
-    ]
 
 
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> impls.Strategy:

@@ -3,8 +3,8 @@ same code has traced before is read instead of traced again.
 
 A trace depends on the cell without its cluster, on the rank, the code, torch and the processor. So cells that
 differ only in the cluster are timed from one trace, and repeated searches and scenarios with equal cells read
-earlier traces. Only workers of sweeps use the cache (:func:`use`): their code is that of the files in the
-digest, whereas an interactive session may have changed a class in memory.
+earlier traces. Only workers of sweeps use the cache (:func:`keeping_traces`): their code is that of the files
+in the digest, whereas an interactive session may have changed a class in memory.
 
 The folder is ``traces`` within :func:`spbench.bench.files.cache_folder`. A file has a digest, then a NumPy
 archive, compressed by zlib, of the trace's arrays, with one entry of JSON for all other fields. The digest
@@ -141,19 +141,12 @@ _cache: DiskCache | None = None
 _log = logging.getLogger(__name__)
 
 
-def use() -> None:
-    """Keep traces on disk from now on in this process, unless the user has turned the cache folder off."""
-    global _cache
-    folder = cache_folder()
-    _cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
-
-
 @contextmanager
 def keeping_traces() -> Iterator[None]:
-    """Within the context, this process keeps traces on disk (:func:`use`)."""
+    """Within the context, this process keeps traces on disk, unless the user turned the cache folder off."""
     global _cache
-    before = _cache
-    use()
+    before, folder = _cache, cache_folder()
+    _cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ device has its own link. Ranks that send at once share the node's network cards 
 links of its parts (:mod:`measure.simulator.group_links`). Overlapping collectives do not slow each other.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -26,13 +27,7 @@ from spbench.bench.measure.clusters.rates import (
     operator_seconds,
 )
 from spbench.bench.measure.simulator.collective_costs import measured_seconds, nccl_seconds, ring_seconds
-from spbench.bench.measure.simulator.group_links import (
-    GroupLinks,
-    LinkRate,
-    links_of,
-    seconds_a_byte,
-    shared_seconds,
-)
+from spbench.bench.measure.simulator.group_links import GroupLinks, LinkRate, seconds_a_byte, shared_seconds
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     HOST_COPY,
@@ -60,8 +55,6 @@ _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] =
     "measured": measured_seconds,
     "nccl": nccl_seconds,
 }
-
-
 Ranks = TypeVar("Ranks", int, np.ndarray)
 #: the global ranks of each group
 Groups = Sequence[Sequence[int]]
@@ -281,8 +274,17 @@ class Costs:
         return latency, per_byte
 
     def links(self, groups: Groups) -> list[GroupLinks]:
-        """The links of each group, while all groups run the same collective at once."""
-        return links_of(groups, self.cluster, self.within, self.between, self.calibration.link_efficiency)
+        """The links of each group, while all groups run the same collective at once. Two groups share one
+        object if their nodes have equally many members and equally many groups leave the nodes."""
+        of_node, known = self.cluster.devices_per_node, dict[tuple[tuple[int, int], ...], GroupLinks]()
+        on_nodes = [Counter([rank // of_node for rank in members]) for members in groups]
+        users = Counter([node for each in on_nodes if len(each) > 1 for node in each])
+        keys = [tuple(sorted([(n, users[node]) for node, n in each.items()])) for each in on_nodes]
+        rates = self.within, self.between, self.calibration.link_efficiency
+        for key, each in zip(keys, on_nodes, strict=True):
+            if key not in known:
+                known[key] = GroupLinks(self.cluster, each.total(), each, users, *rates)
+        return [known[key] for key in keys]
 
     def collectives(
         self, kind: str, nbytes: float, groups: Groups, links: Sequence[GroupLinks] = ()

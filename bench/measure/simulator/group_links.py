@@ -70,21 +70,6 @@ class GroupLinks(NamedTuple):
         return min(network.nics_per_node / self.users[node], most)
 
 
-def links_of(
-    groups: Sequence[Sequence[int]], cluster: Cluster, within: LinkRate, between: LinkRate, efficiency: float
-) -> list[GroupLinks]:
-    """The links of each group, while all groups run the same collective at once. Two groups share one object
-    if their nodes have equally many members and equally many groups leave the nodes."""
-    of_node, known = cluster.devices_per_node, dict[tuple[tuple[int, int], ...], GroupLinks]()
-    on_nodes = [Counter([rank // of_node for rank in members]) for members in groups]
-    users = Counter([node for each in on_nodes if len(each) > 1 for node in each])
-    keys = [tuple(sorted([(n, users[node]) for node, n in each.items()])) for each in on_nodes]
-    for key, each in zip(keys, on_nodes, strict=True):
-        if key not in known:
-            known[key] = GroupLinks(cluster, each.total(), each, users, within, between, efficiency)
-    return [known[key] for key in keys]
-
-
 #: collectives whose whole payload passes each link of a chain
 _IN_CHAINS = ("broadcast", "reduce")
 

@@ -21,6 +21,7 @@ from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.memory import ModuleCalls
 from spbench.bench.measure.trace.meter import communicates, communication_of
 from spbench.bench.measure.trace.recorder import BETWEEN_TWO, FastRecorder, Recorder
+from spbench.bench.measure.trace.torch_internals import local
 
 #: phases that another forward of the step may follow
 _AFTER_FORWARD = ("backward", "gradient_sync")
@@ -98,21 +99,18 @@ class StepWatcher(Recorder):
 
     def _enter_patches(self, patches: ExitStack) -> None:
         super()._enter_patches(patches)
-        call = nn.Module.__call__
-
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._phase in _AFTER_FORWARD and not self._depth:
-                self.begin("forward")
-            return call(module, *args, **kwargs)
-
         patches.enter_context(torch_internals.foreach_of_fakes())
         patches.enter_context(torch_internals.around_shapes_of_dtensors(self.paused))
         patches.enter_context(torch_internals.around_backward(self._in_backward))
-        patches.enter_context(torch_internals.replaced(nn.Module, {"__call__": forward}))
         before_update = register_optimizer_step_pre_hook(lambda optimizer, *_: self._updates(optimizer))
         after_update = register_optimizer_step_post_hook(lambda *_: self._updated())
         patches.callback(before_update.remove)
         patches.callback(after_update.remove)
+
+    def _call_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._phase in _AFTER_FORWARD and not self._depth:
+            self.begin("forward")
+        return super()._call_module(call, module, *args, **kwargs)
 
     def _in_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -153,11 +151,10 @@ class StepWatcher(Recorder):
     @contextmanager
     def building(self) -> Iterator[None]:
         """Within the context, which comes before the steps, only memory is metered."""
-        meters, self.meters, self._builds = self.meters, [self.memory, self.host_memory], True
-        try:
+        self._builds = True
+        with self._metering_memory():
             yield
-        finally:
-            self.meters, self._builds = meters, False
+        self._builds = False
 
     @contextmanager
     def step(self, *, last: bool) -> Iterator[None]:
@@ -211,13 +208,6 @@ def _is_metered(func: Any, args: Sequence[Any]) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def local(x: Tensor) -> Tensor:
-    """The part of a tensor on this rank, for a DTensor; else the tensor."""
-    while torch_internals.is_traceable_wrapper_subclass(x):
-        x = getattr(x, x.__tensor_flatten__()[0][0])
-    return x
 
 
 def living(kind: type) -> list[Any]:

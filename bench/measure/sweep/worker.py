@@ -179,8 +179,7 @@ def _serve_cells(connection: Connection, folder: Path) -> None:
     from spbench.bench.measure.engines import traces
 
     torch.set_num_threads(1)  # the workers share the cores
-    traces.use()
-    with suppress(ConnectionError):
+    with traces.keeping_traces(), suppress(ConnectionError):
         for cell, pickled_run in requests(connection):
             run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
             connection.send_bytes(pickle.dumps(None))

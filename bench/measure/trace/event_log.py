@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, Group, Program, offset
@@ -207,20 +207,7 @@ class EventLog(Meter):
         """Write groups and peers relative to a mesh of these sizes, without folded axes, from now on."""
         self.builder.mesh, self._pipeline = sizes, None
 
-    @contextmanager
-    def counted_modules(self) -> Iterator[None]:
-        """Within the context, calls of modules are counted as the host's work."""
-        builder, call = self.builder, nn.Module.__call__
-
-        def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.running:
-                builder.host_work += MODULE
-            return call(module, *args, **kwargs)
-
-        with replaced(nn.Module, {"__call__": counted}):
-            yield
-
-    def count_calls(self, calls: int, checks: bool) -> None:
+    def count_calls(self, calls: int, checks: bool = False) -> None:
         """Count so many calls of modules as the host's work, and whether the host checks its queue."""
         if self.running:
             self.builder.host_work += MODULE * calls + CHECK * checks

@@ -55,21 +55,15 @@ class ModuleCalls:
         return self._places_of_nodes[bisect_right(self._nodes, node) - 1]
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Within the context, calls of modules are noted."""
-        call = nn.Module.__call__
-
-        def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self._running.append(self._place_of(module))
-            self._note()
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._running.pop()
-                self._note()
-
-        with torch_internals.replaced(nn.Module, {"__call__": noted}):
+    def within(self, module: nn.Module) -> Iterator[None]:
+        """The context of a call of a module."""
+        self._running.append(self._place_of(module))
+        self._note()
+        try:
             yield
+        finally:
+            self._running.pop()
+            self._note()
 
     def _note(self) -> None:
         self._nodes.append(torch_internals.next_node())
@@ -197,9 +191,7 @@ class MemoryMeter(Meter):
     def note(self, tensor: Tensor) -> None:
         """Note a tensor's storage, if it is new. For a DTensor, note its local part's storage, because the
         DTensor's own storage has the size of the whole tensor and holds nothing."""
-        while torch_internals.is_traceable_wrapper_subclass(tensor):
-            tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-        storage = tensor.untyped_storage()
+        storage = torch_internals.local(tensor).untyped_storage()
         if torch_internals.storage_key(storage) in self._numbers or tensor.device.type != self.device:
             return
         if self._elsewhere is not None and self._elsewhere.number(storage) is not None:

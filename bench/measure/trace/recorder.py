@@ -9,11 +9,12 @@ builds the results of later calls itself. The mode always runs unusual calls (se
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.trace import operator_results, torch_internals
@@ -80,13 +81,21 @@ class Recorder(torch_internals.TorchDispatchMode):
             patches.enter_context(
                 torch_internals.replaced(torch.UntypedStorage, {"resize_": self._seen_resize()})
             )
-            patches.enter_context(self.memory.modules.followed())
+            call = partial(self._call_module, nn.Module.__call__)
+            called = {"__call__": lambda module, *args, **kwargs: call(module, *args, **kwargs)}  # a method
+            patches.enter_context(torch_internals.replaced(nn.Module, called))
         if self.memory in self.meters or self.events is not None:
             patches.enter_context(recorded_streams(self.streams))
         if self.events is not None:
-            patches.enter_context(self.events.counted_modules())
             patches.enter_context(noting_work(self.events.builder.work_of))
             patches.enter_context(noting_host_work(self.events.count_calls))
+
+    def _call_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a module by ``call``; the call is the host's work, and storages get the module's place."""
+        if self.events is not None:
+            self.events.count_calls(1)
+        with self.memory.modules.within(module):
+            return call(module, *args, **kwargs)
 
     def _seen_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
         """A version of ``UntypedStorage.resize_`` that reports to the memory meter."""
@@ -110,14 +119,21 @@ class Recorder(torch_internals.TorchDispatchMode):
     @contextmanager
     def step(self, *, last: bool) -> Iterator[None]:
         """The context of a traced step. In steps before the ``last``, only memory meters see operators."""
-        of_memory: list[Meter] = [self.memory, self.host_memory]
-        meters, self.meters = self.meters, self.meters if last else of_memory
+        try:
+            with nullcontext() if last else self._metering_memory():
+                yield
+        finally:
+            self.memory.end_step()
+            self.host_memory.end_step()
+
+    @contextmanager
+    def _metering_memory(self) -> Iterator[None]:
+        """Within the context, only memory meters see operators."""
+        meters, self.meters = self.meters, [self.memory, self.host_memory]
         try:
             yield
         finally:
             self.meters = meters
-            self.memory.end_step()
-            self.host_memory.end_step()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -165,6 +165,13 @@ def storage_key(x: Tensor | torch.UntypedStorage) -> int:
     return storage._cdata
 
 
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor on this rank, for a DTensor; else the tensor."""
+    while is_traceable_wrapper_subclass(x):
+        x = getattr(x, x.__tensor_flatten__()[0][0])
+    return x
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

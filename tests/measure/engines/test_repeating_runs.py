@@ -367,9 +367,8 @@ DAMAGED = "a kept trace is damaged, so the step is traced again"
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of a cache that this process uses."""
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
-    monkeypatch.setattr(traces, "_cache", None)
-    traces.use()
-    return tmp_path / "traces"
+    with traces.keeping_traces():
+        yield tmp_path / "traces"
 
 
 @pytest.fixture
@@ -501,14 +500,13 @@ def test_plain_traces_and_meters_of_others_read_nothing(
 def test_only_who_asks_keeps_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(CACHE_FOLDER, raising=False)
-    monkeypatch.setattr(traces, "_cache", None)
     tracing.trace(RSA)
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(CACHE_FOLDER, "off")
-    traces.use()
-    tracing.trace(RSA)
+    with traces.keeping_traces():
+        tracing.trace(RSA)
     assert not list(tmp_path.iterdir())
     monkeypatch.delenv(CACHE_FOLDER)
-    traces.use()
-    tracing.trace(RSA)
+    with traces.keeping_traces():
+        tracing.trace(RSA)
     assert len(list((tmp_path / "spbench" / "traces").glob("??/*"))) == 1
