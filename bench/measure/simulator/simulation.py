@@ -60,7 +60,7 @@ class Simulation(SimulationState):
         ]:
             raise Deadlock(f"{listed(waited, 3, '; ')}: waited for, but never ends")
         for number, steps in enumerate(self.steps):
-            posts = np.array(steps.kinds) != WAIT if len(steps) else np.zeros(0, dtype=bool)
+            posts = steps.columns[0] != WAIT
             for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
                 raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
         return Timeline(self)

@@ -61,12 +61,12 @@ class Steps:
         self.at = np.flatnonzero((program.kind != KERNEL) | (program.stream != COMPUTE_STREAM))
         step_of = np.full(len(program), -1)
         step_of[self.at] = np.arange(len(self.at))
-        self.kinds: list[int] = program.kind[self.at].tolist()
-        self.streams: list[int] = program.stream[self.at].tolist()
         partner = program.partner[self.at]
         waits = program.kind[self.at] == WAIT
         partner[waits] = step_of[partner[waits]]
-        self.partners: list[int] = partner.tolist()
+        #: the attributes ``kinds``, ``streams`` and ``partners`` as arrays, each [steps]
+        self.columns = *(each[self.at].astype(np.int64) for each in (program.kind, program.stream)), partner
+        self.kinds, self.streams, self.partners = (column.tolist() for column in self.columns)
         self.names: list[int] = program.name[self.at].tolist()
         self.nbytes: list[float] = program.nbytes[self.at].tolist()
         self.at_once = self._peers_at_once()
@@ -85,14 +85,6 @@ class Steps:
     def larger(self) -> Callable[[Any, Any], Any]:
         """A function that returns the larger of two times (numbers or arrays, as of :meth:`index`)."""
         return max if len(self.ranks) == 1 else np.maximum
-
-    @cached_property
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The attributes ``kinds``, ``streams`` and ``partners`` as arrays, each [steps]."""
-        kinds, streams, partners = (
-            np.array(x, dtype=np.int64) for x in (self.kinds, self.streams, self.partners)
-        )
-        return kinds, streams, partners
 
     def _peers_at_once(self) -> list[int]:
         kinds = self.program.kind[self.at]
