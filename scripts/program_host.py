@@ -358,6 +358,11 @@ PARTS = {
 @click.argument("part", type=click.Choice([*PARTS]))
 @click.option("--ranks", default=2, help="Ranks that share the weights of fully_shard.")
 def main(part: str, ranks: int) -> None:
+    print_calls(PARTS[part](ranks))
+
+
+def print_calls(parts: Iterator[Part]) -> None:
+    """Print what the programs of ``parts`` add, in calls of a module."""
     torch.set_num_threads(1)
     with open("scenarios/clusters/h100-sxm.yaml", encoding="utf-8") as file:
         figures = {name: of["value"] for name, of in yaml.safe_load(file)["host"].items() if "value" in of}
@@ -366,7 +371,7 @@ def main(part: str, ranks: int) -> None:
         return sum(number * figures[name] for name, number in counts.items())
 
     rows, added, ratios = [], [], []
-    for each in PARTS[part](ranks):
+    for each in parts:
         both = [(seconds(each.plain), seconds(each.program)) for _ in range(WARMUP + REPEATS)][WARMUP:]
         plain, program = np.median(np.array(both), axis=0)
         plain_work, program_work = work(each.plain), work(each.program)
