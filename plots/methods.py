@@ -7,6 +7,7 @@ from dataclasses import replace
 from pandas import DataFrame
 
 from spbench.plots.axes import GPUS, LENGTHS
+from spbench.plots.communication import sent_bytes
 from spbench.plots.grid import Drawing, PanelGrid
 from spbench.plots.lines import TOKENS_PER_SECOND, Line, PlottedQuantity, Value, line_grid, lines_of, measured
 from spbench.plots.series import (
@@ -24,6 +25,7 @@ from spbench.plots.series import (
 from spbench.plots.style import backend_name, model_name, strategy_name
 
 _PEAK = PlottedQuantity("peak_memory_gib", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
+_SENT = PlottedQuantity("sent_gib", "Sent (GiB)", lambda row: (sent_bytes(row, "communication") or 0) / 2**30)
 #: in points, the shift between lines of a panel, so that equal lines are seen, and the most of all shifts
 _APART, _SPREAD = 3.0, 20.0
 
@@ -37,12 +39,13 @@ def _interval(row: Row) -> tuple[float, float] | None:
     return tokens / high, tokens / low
 
 
-def methods(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
+def methods(rows: Sequence[Row], comparison: DataFrame, *others: PlottedQuantity) -> PanelGrid:
     """A column for each model, number of GPUs and cluster, and for each batch if several were measured at one
     length. Notes name the strategies without a number, with their reasons.
 
     Args:
         rows: result rows; rows of searches are left out.
+        others: quantities below throughput and peak memory.
     """
     rows = [row for row in rows if row["cell"].get("seq_len") and not row["cell"].get("search")]
     numbered = {strategy(row) for row in rows if row["status"] in ("ok", "oom")}
@@ -62,7 +65,7 @@ def methods(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     remarks = [f"Not drawn: {lost}" for lost in _without_numbers(rows, numbered)]
     if any(map(_interval, rows_drawn)):
         remarks.append("Bars: what such predictions of a step have been off by")
-    quantities = [replace(TOKENS_PER_SECOND, interval=_interval), _PEAK]
+    quantities = [replace(TOKENS_PER_SECOND, interval=_interval), _PEAK, *others]
     return line_grid(
         rows_drawn, facets, quantities, comparison, "Methods by sequence length", LENGTHS, remarks
     )
@@ -102,6 +105,9 @@ def _settings(row: Row) -> dict[str, object]:
 draw = Drawing("methods", methods, "measurements at a given sequence length")
 """Throughput and peak memory by sequence length, a line for each strategy."""
 
+draw_method_costs = Drawing("method_costs", lambda *drawn: methods(*drawn, _SENT), draw.of)
+"""Throughput, peak memory and sent bytes by sequence length, a line for each strategy."""
+
 
 # -- errors against float64 ------------------------------------------------------------------------------
 
@@ -123,19 +129,12 @@ def _largest(names: Sequence[str]) -> Value:
     return lambda row: max((error for name, error in _errors(row).items() if name in names), default=None)
 
 
-_QUANTITIES = (
-    PlottedQuantity(
-        "error_of_outputs",
-        "Error of outputs\n(of a model: worst gradient)",
-        _largest(["o", "worst_gradient"]),
-        logarithmic=True,
-    ),
-    PlottedQuantity(
-        "error_of_gradients",
-        "Error of gradients\n(the largest of d_q, d_k, d_v)",
-        _largest(["d_q", "d_k", "d_v", "gradients"]),
-        logarithmic=True,
-    ),
+_QUANTITIES = tuple(
+    PlottedQuantity(name, f"Error of {label}", _largest(errors.split()), logarithmic=True)
+    for name, label, errors in (
+        ("error_of_outputs", "outputs\n(of a model: worst gradient)", "o worst_gradient"),
+        ("error_of_gradients", "gradients\n(the largest of d_q, d_k, d_v)", "d_q d_k d_v gradients"),
+    )
 )
 
 
