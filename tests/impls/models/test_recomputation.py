@@ -458,7 +458,9 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("own", "early_stop", "products"), [(False, True, 3), (True, True, 4), (False, False, 4)])
+@pytest.mark.parametrize(
+    ("own", "early_stop", "products"), [(False, True, 3), (True, True, 4), (False, False, 4)]
+)
 def test_a_function_of_the_program_runs_its_last_matmul_again(
     own: bool, early_stop: bool, products: int
 ) -> None:
