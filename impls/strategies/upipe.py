@@ -44,9 +44,11 @@ class UPipeOptions(GridOptions):
 
     Attributes:
         heads_a_round: heads of queries on each rank in a round; more heads give fewer and larger messages.
+        fused_exchange: as of Ulysses.
     """
 
     heads_a_round: int = 1
+    fused_exchange: bool = False
 
 
 @dataclass(frozen=True)

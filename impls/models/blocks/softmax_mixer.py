@@ -222,11 +222,12 @@ class ProjectedHeads(HeadSource):
         """A view of a part's rows of queries, keys or values (``which``): [.., A, H] of the weights or their
         gradients, [.., A] of the biases or their gradients."""
         project: nn.Module = self.mixer.project
-        if isinstance(project, SeparateLinear):
-            rows = tensors[which].unflatten(0, (self.groups, -1, self.head_size))
-        elif isinstance(project, GroupedQueryLinear):
-            group = tensors[0].unflatten(1, (-1, self.head_size))
+        if self.mixer.model.joint_qkv or isinstance(project, GroupedQueryLinear):
+            dim, sizes = (0, (self.groups, -1)) if isinstance(project, SeparateLinear) else (1, (-1,))
+            group = tensors[0].unflatten(dim, (*sizes, self.head_size))
             rows = (group[:, :-2], group[:, -2:-1], group[:, -1:])[which]
+        elif isinstance(project, SeparateLinear):
+            rows = tensors[which].unflatten(0, (self.groups, -1, self.head_size))
         else:
             assert isinstance(project, GroupedLinear)
             rows = tensors[0][which].unflatten(0, (self.groups, -1, self.head_size))
