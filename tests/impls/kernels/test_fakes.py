@@ -209,6 +209,7 @@ def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ..
         "unpermute_rows": (permuted, row_of),
         "unpermute_rows_backward": (y, row_of, 4),
         "sent_rows": (x, order),
+        "exchanged_pieces": (x.t(),),
         "summed_rows": (x, order, 4),
         "sort_rows": (x, row_weights, [1, 2], [1, 0]),
         "sort_rows_backward": (y, row_weights, order),
