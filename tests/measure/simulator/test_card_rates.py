@@ -417,7 +417,7 @@ def test_other_precisions_experts_and_operators_by_another_card_are_named() -> N
 
 
 def test_what_packaged_clusters_lack_a_rate_of() -> None:
-    assert without_own_rates(load_cluster("dgx-h100")) == ["triton"]
+    assert without_own_rates(load_cluster("dgx-h100")) == ["triton", "efficient_attention_with_mask"]
     assert {"intra-node links", "flash_attention_2"} < {*without_own_rates(load_cluster("a100-pcie-80gb"))}
     assert "attention" in without_own_rates(load_cluster("l40s"))
     assert "intra-node links" not in without_own_rates(load_cluster("l40s"))

@@ -125,10 +125,10 @@ def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0
     monkeypatch.setattr(ranking, "TOSS", toss)
     monkeypatch.setattr(module, "references", lambda *given: (REFERENCES, BACKENDS))
     monkeypatch.setattr(module, "savings_of", lambda question: SAVINGS)
-    monkeypatch.setattr(module, "Candidates", lambda *given, **named: every())
+    monkeypatch.setattr(module.candidates, "Candidates", lambda *given, **named: every())
     made = Search(question(), answers)  # type: ignore[arg-type]
     made.usable = made.most_bytes = answers.usable
-    made.too_large = module.FAR_TOO_LARGE * answers.usable
+    made.too_large = module.candidates.FAR_TOO_LARGE * answers.usable
     return made.run()
 
 

@@ -93,7 +93,7 @@ def test_a_configuration_in_python_is_read_and_not_run() -> None:
         (
             "    optimizer=",
             "    loss=ChunkedLossWrapper.Config(chunks=8),\n        optimizer=",
-            "no argument loss.num_chunks, loss.chunks",
+            r"no argument loss.chunks \(did you mean loss.num_chunks\?\)",
         ),
         ("return Trainer.Config(", "return Trainer.Config((", "no Python"),
         ("\ndef", "\ndef other():\n    return Trainer.Config()\n\ndef", "2 functions make a configuration"),
