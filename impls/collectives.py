@@ -191,7 +191,7 @@ def all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tens
     """Exchange which dim of a tensor is spread over the ranks: x is whole along ``split_dim`` and this rank's
     chunk along ``gather_dim``; the result is this rank's chunk along ``split_dim`` and whole along
     ``gather_dim``. N must divide the dim that is split."""
-    return with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)
+    return with_gradient(exchanged, exchanged_back, x, split_dim, gather_dim, group)
 
 
 def _unchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -250,16 +250,24 @@ def _kept_summed_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return kept(lambda: _summed_chunk(x, dim, group))
 
 
-def _exchanged(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
+def exchanged(
+    x: Tensor,
+    split_dim: int,
+    gather_dim: int,
+    group: dist.ProcessGroup,
+    packed: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Tensor:
+    """The result of :func:`all_to_all`; ``packed`` is applied to what is sent, and to what has come."""
     # the collective sends row r of dim 0 to rank r, and puts what rank r sent into row r
-    sent = x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0).contiguous()
+    sent = packed(x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0)).contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    return received.movedim(0, gather_dim).flatten(gather_dim, gather_dim + 1)
+    return packed(received.movedim(0, gather_dim)).flatten(gather_dim, gather_dim + 1)
 
 
-def _exchanged_back(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
-    return _exchanged(x, gather_dim, split_dim, group)
+def exchanged_back(x: Tensor, split_dim: int, gather_dim: int, *others: Any) -> Tensor:
+    """The gradient of what :func:`exchanged` has exchanged."""
+    return exchanged(x, gather_dim, split_dim, *others)
 
 
 def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:

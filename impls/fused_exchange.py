@@ -8,29 +8,16 @@ transfer itself keeps the rate of the all-to-all. Real ranks here copy and then 
 values are the same bit by bit.
 """
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.collectives import Group, with_gradient
+from spbench.impls.collectives import Group, exchanged, exchanged_back, with_gradient
 from spbench.impls.kernels.permutation import exchanged_pieces
 
 
 def fused_all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tensor:
     """:func:`spbench.impls.collectives.all_to_all` without copies before and after it."""
-    return with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)
-
-
-def _exchanged(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
-    sent = _without_gaps(x.unflatten(split_dim, (group.size(), -1)).movedim(split_dim, 0))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return _without_gaps(received.movedim(0, gather_dim)).flatten(gather_dim, gather_dim + 1)
+    return with_gradient(exchanged, exchanged_back, x, split_dim, gather_dim, group, _without_gaps)
 
 
 def _without_gaps(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else exchanged_pieces(x)
-
-
-def _exchanged_back(x: Tensor, split_dim: int, gather_dim: int, group: dist.ProcessGroup) -> Tensor:
-    return _exchanged(x, gather_dim, split_dim, group)

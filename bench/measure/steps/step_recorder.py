@@ -88,14 +88,10 @@ class StepWatcher(Recorder):
         if not self._depth and not self._paused:
             self._after_backward(func)
             self.places.note_line()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = super()._run(func, args, kwargs)
-        if self.events is not None and self.events.running and communicates(func):
+        if communicates(func) and not self._paused and self.events is not None and self.events.running:
             # the event that is written next
             self.events.builder.lines[len(self.events.builder.rows)] = self.places.line()
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _enter_patches(self, patches: ExitStack) -> None:
         super()._enter_patches(patches)

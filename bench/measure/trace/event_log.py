@@ -244,7 +244,7 @@ class EventLog(Meter):
         if not self.running or call.communication is not None:
             return
         self.count_node()
-        func, args, kwargs, result, _ = call
+        func, args, kwargs, result, _, remembered = call
         if func is _WAIT_TENSOR:
             self._waited(self._functional.pop(storage_key(args[0]), -1))
             return
@@ -255,7 +255,11 @@ class EventLog(Meter):
             return
         if not price.known:
             builder.unpriced.add(price.name)
-        builder.add_kernel((KERNEL, builder.named(price.name), *price.of(args, kwargs or {}, result)))
+        if (figures := remembered.price if remembered else None) is None:
+            figures = price.of(args, kwargs or {}, result)
+            if remembered:
+                remembered.price = figures
+        builder.add_kernel((KERNEL, builder.named(price.name), *figures))
 
     def post(self, args: Sequence[Any], result: Any, communication: Communication) -> Any:
         """Write down a call that communicates; returns its result, with a :class:`PostedWork` as its Work."""

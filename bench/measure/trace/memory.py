@@ -183,8 +183,9 @@ class MemoryMeter(Meter):
             if communication.collective in _FILLED_FROM_OTHERS:
                 self.tag(_tensors_in(call.args[0]), "communication_buffers", keep=True)
             return
-        for tensor in _tensors_in(call.result):
-            self.note(tensor)
+        if call.remembered is None or call.remembered.makes_storage:
+            for tensor in _tensors_in(call.result):
+                self.note(tensor)
         if communication is not None:
             self.tag(_tensors_in(call.result), "communication_buffers", keep=True)
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.trace.operator_prices import OPERATORS, nbytes_of
+from spbench.bench.measure.trace.operator_prices import OPERATORS, CallFigures, nbytes_of
 from spbench.bench.measure.trace.torch_internals import OpOverload, group_named, schema_of
 from spbench.impls import MESH_AXES, named_classes, wire_bytes
 
@@ -40,12 +40,59 @@ class Communication:
     returns_new: bool = False
 
 
+#: where an argument stands in a call, or an item of an argument that is a list
+Path = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """The metadata of a tensor that an operator makes. ``view_of``: the argument in whose storage the tensor
+    lies from element ``offset`` on; None: the tensor has a storage of its own, contents unknown."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    attributes: Mapping[str, Any]
+    view_of: Path | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class OperatorArgument:
+    """A result that is one of the arguments (of in-place operators, and ``out=``)."""
+
+    path: Path
+
+
+@dataclass(eq=False)
+class Remembered:
+    """The description of the results of equal calls of an operator.
+
+    Attributes:
+        results: the results, in order; None: the operator returned None.
+        container: type of the returned tuple or list; None for a single tensor.
+        price: what the event log has worked out for the first of the calls; None: nothing so far.
+    """
+
+    results: tuple[Made | OperatorArgument, ...] | None
+    container: type | None
+    price: CallFigures | None = None
+
+    def __post_init__(self) -> None:
+        #: whether any result has a storage of its own
+        self.makes_storage = any(
+            isinstance(made, Made) and made.view_of is None for made in self.results or ()
+        )
+
+
 class Call(NamedTuple):
     """One call of an operator, after it has returned.
 
     Attributes:
         func: a ``torch._ops.OpOverload``.
         communication: the communication of the call; None for a call that does not communicate.
+        remembered: from which the recorder has built the result; None: the operator has run.
     """
 
     func: Any
@@ -53,6 +100,7 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
     result: Any
     communication: Communication | None = None
+    remembered: Remembered | None = None
 
 
 class Meter:

@@ -86,6 +86,11 @@ def _grouped_flops(args: Sequence[Any]) -> int:
     return 2 * rows.numel() * int(columns)
 
 
+#: (category, bytes, FLOPs, precision, shape, strided elements, alignment) of a call, in the terms of
+#: :class:`Program`; the last two are those of a matmul
+CallFigures = tuple[int, int, int, int, tuple[int, int, int, int], int, int]
+
+
 class Price:
     """The price of one operator's calls, worked out from its schema.
 
@@ -145,11 +150,8 @@ class Price:
             or not _STREAMING_TAGS.isdisjoint(func.tags)
         )
 
-    def of(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> tuple[int, int, int, int, tuple[int, int, int, int], int, int]:
-        """(category, bytes, FLOPs, precision, shape, strided elements, alignment) of one call, in the terms
-        of :class:`Program`; the last two are those of a matmul."""
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> CallFigures:
+        """The figures of one call."""
         nbytes, precision = 0, _OTHER
         for value, weight in zip(args, self._positional, strict=False):
             if isinstance(value, Tensor):

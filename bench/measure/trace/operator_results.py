@@ -3,14 +3,13 @@ operators without FakeTensorMode.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spbench.bench.measure.trace.memory import makes_on_host
-from spbench.bench.measure.trace.meter import communicates
+from spbench.bench.measure.trace.meter import Made, OperatorArgument, Path, Remembered, communicates
 from spbench.bench.measure.trace.operator_prices import OPERATORS
 from spbench.bench.measure.trace.torch_internals import (
     FAKE_DEVICE,
@@ -20,7 +19,6 @@ from spbench.bench.measure.trace.torch_internals import (
     without_dispatch,
 )
 
-Path = tuple[int | str, ...]
 Key = tuple[Any, ...]
 
 #: tags of operators like those of the table ``unusual``
@@ -37,40 +35,6 @@ _PLAIN_SCALARS = (
     *(bool, int, float, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-
-
-@dataclass(frozen=True)
-class Made:
-    """The metadata of a tensor that an operator makes. ``view_of``: the argument in whose storage the tensor
-    lies from element ``offset`` on; None: the tensor has a storage of its own, contents unknown."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    attributes: Mapping[str, Any]
-    view_of: Path | None = None
-    offset: int = 0
-
-
-@dataclass(frozen=True)
-class OperatorArgument:
-    """A result that is one of the arguments (of in-place operators, and ``out=``)."""
-
-    path: Path
-
-
-@dataclass(frozen=True, eq=False)
-class Remembered:
-    """The description of an operator's results; one object for each key.
-
-    Attributes:
-        results: the results, in order; None: the operator returned None.
-        container: type of the returned tuple or list; None for a single tensor.
-    """
-
-    results: tuple[Made | OperatorArgument, ...] | None
-    container: type | None
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:

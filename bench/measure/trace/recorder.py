@@ -18,15 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.trace import operator_results, torch_internals
-from spbench.bench.measure.trace.event_log import EventLog, Streams, recorded_streams
+from spbench.bench.measure.trace.event_log import EventLog, PostedWork, Streams, recorded_streams
 from spbench.bench.measure.trace.memory import HostMemoryMeter, MemoryMeter
-from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, communication_of, group_axes
+from spbench.bench.measure.trace.meter import (
+    Call,
+    CommunicationMeter,
+    Made,
+    Meter,
+    OperatorArgument,
+    Remembered,
+    communication_of,
+    group_axes,
+)
 from spbench.bench.measure.trace.repeated_steps import RepeatedSteps
 from spbench.impls import choosing_steps, noting_host_work, noting_work
 
 PRIM_DEVICE = torch.ops.prim.device.default
 BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)
-_NOTHING = torch.empty(0)
 #: operators that return a view in another shape; FakeTensorMode may put a view without elements on a storage
 #: of its own, which is mended here
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -54,6 +62,8 @@ class Recorder(torch_internals.TorchDispatchMode):
         self.settle_s = settle_s
         self._unsettled = False
         self._paused = False
+        # the Work of communication between fake ranks, which has always ended
+        self._ended = PostedWork(lambda event: None, -1)
         self.communication = CommunicationMeter(group_axes(mesh))
         self.events = EventLog(mesh) if events else None
         self.streams = Streams(None) if self.events is None else self.events.streams
@@ -165,34 +175,42 @@ class Recorder(torch_internals.TorchDispatchMode):
             time.sleep(self.settle_s)
         # before the call, because an operator of unknown bytes raises, and must not leave a message under way
         communication = communication_of(func, args)
-        result = self._run(func, args, kwargs)
+        if communication is None or communication.returns_new or not _is_fake(args[0]):
+            result, remembered = self._run(func, args, kwargs)
+        else:  # fake ranks read no tensor, and the mode takes ten times as long to say so
+            work = self._ended.boxed()
+            result, remembered = work if len(func._schema.returns) == 1 else (args[0], work), None
         if communication is not None:
             self._unsettled = self.settle_s > 0
             if self.events is not None:
                 result = self.events.post(args, result, communication)
-        call = Call(func, args, kwargs, result, communication)
+        call = Call(func, args, kwargs, result, communication, remembered)
         for meter in self.meters:
             meter.see(call)
         return result
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in BETWEEN_TWO and isinstance(args[0][0], torch_internals.FakeTensor):
-            # fake ranks read no tensor, and a call with a plain tensor takes a tenth of the time
-            with torch_internals.no_dispatch():
-                return func([_NOTHING], *args[1:], **kwargs)
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Remembered | None]:
+        """Run an operator; returns its result, and the description from which it was built, if it was."""
         result = func(*args, **kwargs)
         if func in _RESHAPES and isinstance(result, torch_internals.FakeTensor) and not result.numel():
             with torch_internals.no_dispatch():
                 result.set_(args[0].untyped_storage(), result.storage_offset(), result.shape, result.stride())
-        return result
+        return result, None
+
+
+def _is_fake(argument: Any) -> bool:
+    """Whether the first tensor of a collective's argument is a fake tensor."""
+    while isinstance(argument, list):
+        argument = argument[0]
+    return isinstance(argument, torch_internals.FakeTensor)
 
 
 #: results by key; None: the mode always runs such a call. Entries hold no tensor, so that all traces of a
 #: process share them
-MEMORY: dict[operator_results.Key, operator_results.Remembered | None] = {}
+MEMORY: dict[operator_results.Key, Remembered | None] = {}
 #: the most entries, which bounds the memory of a process that traces very many shapes
 MOST_ENTRIES = 500_000
-_NEVER_SEEN = operator_results.Remembered(None, None)
+_NEVER_SEEN = Remembered(None, None)
 
 
 class FastRecorder(Recorder):
@@ -217,7 +235,7 @@ class FastRecorder(Recorder):
         steps = RepeatedSteps([self.memory, self.host_memory], self.communication, self.events)
         patches.enter_context(choosing_steps(steps))
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Remembered | None]:
         key = operator_results.key_of(func, args, kwargs)
         # looked up once, since long keys take long to hash
         remembered = None if key is None else MEMORY.get(key, _NEVER_SEEN)
@@ -225,15 +243,15 @@ class FastRecorder(Recorder):
         if is_new:
             remembered = operator_results.worked_out(func, args, kwargs, self._attributes)
         result = (
-            super()._run(func, args, kwargs) if remembered is None else self._build(remembered, args, kwargs)
+            super()._run(func, args, kwargs)[0]
+            if remembered is None
+            else self._build(remembered, args, kwargs)
         )
         if key is not None and is_new and len(MEMORY) < MOST_ENTRIES:
             MEMORY[key] = remembered or operator_results.described(func, args, kwargs, result)
-        return result
+        return result, remembered
 
-    def _build(
-        self, remembered: operator_results.Remembered, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _build(self, remembered: Remembered, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Build results by their description, for these arguments."""
         if remembered.results is None:
             return None
@@ -242,11 +260,11 @@ class FastRecorder(Recorder):
 
     def _result(
         self,
-        made: operator_results.Made | operator_results.OperatorArgument,
+        made: Made | OperatorArgument,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Tensor:
-        if isinstance(made, operator_results.OperatorArgument):
+        if isinstance(made, OperatorArgument):
             argument: Tensor = operator_results.argument_at(made.path, args, kwargs)
             return argument
         path = made.view_of

@@ -10,6 +10,7 @@ CheckpointWithoutOutput, for moe_act, layernorm and mla_up_proj of --recompute-m
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -88,13 +89,12 @@ def recomputed(
     host. ``reentrant`` also holds the tensors of :class:`BackwardFrame`."""
     first = random.number
     within: Callable[..., Output] = BackwardFrame(block) if reentrant else block
-
-    calls = [SECOND_CALLS, FIRST_CALLS]
+    calls = chain([FIRST_CALLS], repeat(SECOND_CALLS))
 
     def run(*inputs: Any) -> Output:
         random.number = first  # the same dropout masks when backward runs it again
         if early_stop:
-            host_works(calls.pop() if len(calls) > 1 else SECOND_CALLS)
+            host_works(next(calls))
         return within(*inputs)
 
     contexts = partial(_keeping, exchanges=keep_exchanges) if keep else noop_context_fn
