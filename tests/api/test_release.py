@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import jsonschema
@@ -60,6 +61,16 @@ def test_every_dependency_has_its_version_in_the_constraints() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     constrained = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     assert names - constrained - {"spbench"} == set()
+
+
+def test_the_constraints_name_the_triton_of_torch() -> None:
+    """torch's builds for CUDA ask for one release of Triton; with another pip refuses README's command."""
+    asked = [each for each in metadata.requires("torch") or () if re.match(r"triton\s*==", each)]
+    if not asked:
+        pytest.skip("a build of torch without CUDA asks for no Triton")
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    (constraint,) = (line for line in lines if line.startswith("triton=="))
+    assert {re.sub(r"[\s;].*", "", each.replace(" ", "")) for each in asked} == {constraint}
 
 
 #: files over 500 kB: the baselines of whole papers
