@@ -191,16 +191,16 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     disk, where the worker that examines the whole cell reads it. There are none if the cells occupy all
     workers, or if no cache is kept.
 
-    The tasks are the last stage and the second, because an examination begins with the first. The stages
-    between differ only in their micro-batches, and few of them are traced.
+    The tasks are the second stage, the last, and the last but one, because an examination begins with the
+    first. The second comes first, since it traces most micro-batches; those between differ only in them.
     """
     if len(cells) >= jobs or cache_folder() is None:
         return []
     return [
         Task(cell.model_copy(), partial(trace_stage, stage=stage))
         for cell in cells
-        for stage in sorted({1, cell.sizes.pp - 1} - {0}, reverse=True)
-        if cell.sizes.pp > 1
+        for stage in dict.fromkeys((1, cell.sizes.pp - 1, cell.sizes.pp - 2))
+        if 0 < stage < cell.sizes.pp
     ]
 
 
