@@ -104,12 +104,12 @@ from spbench.bench.measure.scenarios.select import Narrowing as Narrowing
 from spbench.bench.measure.scenarios.select import with_usual_attention as with_usual_attention
 from spbench.bench.measure.simulator.costs import Costs as Costs
 from spbench.bench.measure.simulator.group_links import GroupLinks as GroupLinks
-from spbench.bench.measure.simulator.program import KERNEL as KERNEL
-from spbench.bench.measure.simulator.program import MATMUL as MATMUL
 from spbench.bench.measure.simulator.program import PRECISION_NAMES as PRECISION_NAMES
-from spbench.bench.measure.simulator.program import AttentionCall as AttentionCall
+from spbench.bench.measure.simulator.program import Category as Category
+from spbench.bench.measure.simulator.program import Kind as Kind
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder as ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator as Simulator
+from spbench.bench.measure.simulator.table_prices import AttentionCall as AttentionCall
 from spbench.bench.measure.simulator.table_prices import attention_rate as attention_rate
 from spbench.bench.measure.sweep.executor import Executor as Executor
 from spbench.bench.measure.sweep.executor import executor_at as executor_at

@@ -35,7 +35,7 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.torchrun import check_gpus
-from spbench.bench.measure.simulator.program import MEMORY_BOUND, Program
+from spbench.bench.measure.simulator.program import Category, Program
 from spbench.bench.measure.trace.meter import meter_classes
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.trace.torch_internals import FakeProcessGroup, without_dispatch
@@ -242,7 +242,7 @@ def in_plain_torch(program: Program | None, device: str) -> str:
     the fused kernels that the simulation prices; "" on CPUs, and if there are no such operators."""
     if program is None or device == "cpu":
         return ""
-    fused = program.name[(program.category == MEMORY_BOUND) & (program.flops > 0)]
+    fused = program.name[program.of(Category.MEMORY_BOUND) & (program.flops > 0)]
     plain = [name for n in sorted({*fused.tolist()}) if runs_plain(name := program.names[n], device)]
     if not plain:
         return ""

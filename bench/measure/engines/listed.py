@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from spbench.bench.measure.simulator.program import WAIT, Program
+from spbench.bench.measure.simulator.program import Kind, Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
 
 #: a number for each word (phase, tag, workspace), so that the words of two lists compare as integers
@@ -199,7 +199,7 @@ def listed_program(program: Program, **others: np.ndarray) -> Listed:
     Args:
         others: columns that take the place of the program's columns when events are compared.
     """
-    waits = program.kind == WAIT
+    waits = program.kind == Kind.WAIT
     columns = {**columns_of(program), **others, "partner": np.where(waits, -1, program.partner)}
     del columns["host"]
     flat = [each for column in columns.values() for each in column.reshape(len(column), -1).T]
@@ -216,5 +216,5 @@ def program_in_order(program: Program, order: Order, **others: np.ndarray) -> Pr
     columns: dict[str, Any] = {
         name: column[order.source] for name, column in {**columns_of(program), **others}.items()
     }
-    columns["partner"] = np.where(columns["kind"] == WAIT, order.references, columns["partner"])
+    columns["partner"] = np.where(columns["kind"] == Kind.WAIT, order.references, columns["partner"])
     return replace(program, **columns, marks=tuple((word or "", first) for word, first in order.marks))

@@ -29,7 +29,7 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import fake_mesh, no_cyclic_collection
 from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.simulator.message_matching import Deadlock
-from spbench.bench.measure.simulator.program import MATMUL, PRECISION_NAMES
+from spbench.bench.measure.simulator.program import PRECISION_NAMES, Category
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.steps.fake_world import World, axes_of, operators_of_gpus, rank_of_world
@@ -109,7 +109,7 @@ def precision_of(traces: Sequence[Trace]) -> str:
     """The precision in which the ranks do most FLOPs of matmuls; "fp32" if there are none."""
     flops = np.zeros(len(PRECISION_NAMES))
     for program in (each.program for each in traces if each.program is not None):
-        matmul = program.category == MATMUL
+        matmul = program.of(Category.MATMUL)
         flops += np.bincount(program.precision[matmul], program.flops[matmul], len(PRECISION_NAMES))
     most = PRECISION_NAMES[int(flops.argmax())] if flops.any() else "fp32"
     return {"fp8": "bf16"}.get(most, most)

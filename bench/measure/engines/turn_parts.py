@@ -21,7 +21,7 @@ from spbench.bench.measure.engines.listed import (
 )
 from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Program
+from spbench.bench.measure.simulator.program import Kind, Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter
 
@@ -188,7 +188,7 @@ def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -
     Raises:
         NotAlike: the meter has counts but not the order of calls.
     """
-    communicates = np.isin(program.kind, (COLLECTIVE, SEND, RECV))
+    communicates = np.isin(program.kind, (Kind.COLLECTIVE, Kind.SEND, Kind.RECV))
     number = np.cumsum(communicates) - 1
     before = len(meter.calls) - int(communicates.sum())
     if before < 0:

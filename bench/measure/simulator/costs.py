@@ -16,37 +16,20 @@ from typing import TypeVar
 
 import numpy as np
 
-from spbench.bench.measure.clusters.card_kernels import RatesUnknown, rate_of_call
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, played_kernel, rate_of_call
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.clusters.figures import named
 from spbench.bench.measure.clusters.rates import (
-    AttentionRates,
+    AttentionRate,
     CollectiveModel,
     Link,
     MatmulRate,
     operator_seconds,
 )
+from spbench.bench.measure.simulator import table_prices
 from spbench.bench.measure.simulator.collective_costs import measured_seconds, nccl_seconds, ring_seconds
 from spbench.bench.measure.simulator.group_links import GroupLinks, LinkRate, seconds_a_byte, shared_seconds
-from spbench.bench.measure.simulator.program import (
-    ATTENTION,
-    HOST_COPY,
-    HOST_READ,
-    HOST_UPDATE,
-    KERNEL,
-    MATMUL,
-    PRECISION_NAMES,
-    Program,
-    attention_calls,
-)
-from spbench.bench.measure.simulator.table_prices import (
-    attention_rate,
-    backward_share,
-    groups_of,
-    head_share,
-    in_attention_table,
-    matmul_seconds,
-)
+from spbench.bench.measure.simulator.program import PRECISION_NAMES, Category, Kind, Program
 from spbench.impls import FROM_PAGEABLE, GROUPED_MATMULS, TO_PAGEABLE
 
 #: by model, a function of (collective, payload in bytes, group of two ranks or more) that returns seconds
@@ -136,19 +119,19 @@ class Costs:
         for events, taken in self._with_own_rates(program):
             seconds[events] = taken
         # a softmax without matmuls is of the attention category, but has the floor of other kernels
-        attends = (program.category == ATTENTION) & (program.flops > 0)
+        attends = program.of(Category.ATTENTION) & (program.flops > 0)
         least = max(self.cluster.device.attention_floor_s.value or 0.0, self.floor_s)
         floors = np.where(attends, least, self.floor_s)
-        return np.where(program.kind == KERNEL, np.maximum(seconds, floors), 0.0)
+        return np.where(program.kind == Kind.KERNEL, np.maximum(seconds, floors), 0.0)
 
     def _set_matmuls(self, program: Program, seconds: np.ndarray) -> None:
         """Put the seconds of matmuls by the card's table, if the card has one, into ``seconds``; lengthen
         matmuls with unaligned rows, if the card has a rate for them."""
         for number, matmuls in self._matmuls():
-            of_kind = (program.category == MATMUL) & (program.precision == number)
+            of_kind = program.of(Category.MATMUL) & (program.precision == number)
             if matmuls.table.value is not None:
                 calls = np.flatnonzero(of_kind & program.shape.any(axis=1))
-                by_table = matmul_seconds(
+                by_table = table_prices.matmul_seconds(
                     matmuls.table.value,
                     program.shape[calls],
                     program.nbytes[calls],
@@ -175,7 +158,7 @@ class Costs:
             if name in program.names:
                 calls = program.calls_of([name])
                 yield calls, operator_seconds(times.value or (), nbytes[calls])
-        if (copies := program.category == HOST_COPY).any():
+        if (copies := program.of(Category.HOST_COPY)).any():
             name, what = "link_bandwidth_bytes_per_s", "over which device and host copy"
             bytes_per_s = self._known(memory.bytes_per_s, name, what)
             yield copies, nbytes[copies] / bytes_per_s
@@ -186,14 +169,14 @@ class Costs:
                 if figure.value is not None:
                     calls = program.calls_of([name])
                     yield calls, nbytes[calls] / min(figure.value, bytes_per_s)
-        if (updates := program.category == HOST_UPDATE).any():
+        if (updates := program.of(Category.HOST_UPDATE)).any():
             name, what = "update_bytes_per_s", "at which the host's cores update weights"
             rate = self._known(memory.update_bytes_per_s.value, name, what)
             sharing = min(program.world, self.cluster.devices_per_node)
             yield updates, nbytes[updates] * sharing / rate
         if self.host is not None:
             each = self.floor_s + sum(map(self.host.seconds, ("view_s", "operator_s", "launch_latency_s")))
-            reads = program.category == HOST_READ
+            reads = program.of(Category.HOST_READ)
             yield reads, nbytes[reads] / 8 * each
 
     def _known(self, figure: float | None, name: str, what: str) -> float:
@@ -212,14 +195,13 @@ class Costs:
             of_precision = program.precision == number
             share = (matmuls.share.value or 1.0) * self.calibration.compute_efficiency
             reached[of_precision] = peak[number] * share
-            products = of_precision & (program.category == MATMUL)
+            products = of_precision & program.of(Category.MATMUL)
             bandwidth = matmuls.bandwidth_bytes_per_s.value or float("inf")
             operands_s[products] = program.nbytes[products] / bandwidth
         if own is not None:
             of_attention = peak * own * self.calibration.efficiency
-            reached = np.where(program.category == ATTENTION, of_attention[program.precision], reached)
-        if device.attention is not None:
-            self._set_attention_rates(program, device.attention, reached)
+            reached = np.where(program.of(Category.ATTENTION), of_attention[program.precision], reached)
+        self._set_attention_rates(program, reached)
         return reached, operands_s
 
     def _matmuls(self) -> list[tuple[int, MatmulRate]]:
@@ -227,26 +209,35 @@ class Costs:
         of_precision = self.cluster.device.matmul or {}
         return [(PRECISION_NAMES.index(name), matmuls) for name, matmuls in of_precision.items()]
 
-    def _set_attention_rates(self, program: Program, rates: AttentionRates, reached: np.ndarray) -> None:
-        """Put the FLOP/s of attention kernels that store no scores, in half precision, into ``reached``, if
-        the card has a rate of the kernel."""
+    def rated_attention(
+        self, program: Program
+    ) -> Iterator[tuple[table_prices.AttentionCall, np.ndarray, AttentionRate]]:
+        """(kind of call, its events, its rate), for attention kernels that store no scores, in half
+        precision, if the card has a rate of the kernel."""
+        device = self.cluster.device
+        for call, events in table_prices.attention_calls(program) if device.attention is not None else ():
+            rate = rate_of_call(device, self.attention, call.head_size, call.direction, call.mask)
+            if rate is not None:
+                yield call, events, rate
+
+    def _set_attention_rates(self, program: Program, reached: np.ndarray) -> None:
+        """Put the FLOP/s of rated attention kernels into ``reached``."""
         share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
-        on_grid = (rates.default if self.attention == "flash" else self.attention) == "flash_attention_2"
-        for call, events in attention_calls(program):
-            rate = rate_of_call(
-                self.cluster.device, self.attention, call.head_size, call.direction, call.mask
-            )
-            if rate is None:
-                continue
-            tabled = in_attention_table(rate, call)
+        on_grid = played_kernel(self.cluster.device, self.attention) == "flash_attention_2"
+        for call, events, rate in self.rated_attention(program):
+            tabled = table_prices.in_attention_table(rate, call)
             alone = (
-                attention_rate(rate, call, groups_of(program, events[0])) if tabled else rate.at(call.length)
+                table_prices.attention_rate(rate, call, table_prices.groups_of(program, events[0]))
+                if tabled
+                else rate.at(call.length)
             )
             reached[events] = alone * share * (rate.sustained.value or 1.0)
             if on_grid:
-                reached[events] *= head_share(call.head_size, rate.head_size)
+                reached[events] *= table_prices.head_share(call.head_size, rate.head_size)
                 if call.direction == "backward" and cores:
-                    reached[events] *= backward_share(call.heads, call.keys, call.head_size, cores)
+                    reached[events] *= table_prices.backward_share(
+                        call.heads, call.keys, call.head_size, cores
+                    )
 
     def memory_bandwidth(self) -> float:
         """The bytes/s of the device's memory that kernels reach; nan: not known."""

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, WAIT
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, Kind
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.waits import Times
 from spbench.impls import ALL_LOWER, EVERYONE
@@ -60,7 +60,7 @@ class UnlikeWork:
         program = steps.program
         #: for each of ``all_ranks``, its coordinate along the axis
         self.coordinates = np.unravel_index(steps.all_ranks, program.mesh)[axis]
-        kernels = program.kind == KERNEL
+        kernels = program.kind == Kind.KERNEL
         #: the kernels for blocks of lower ranks
         self.marked = np.flatnonzero((program.whose != EVERYONE) & kernels)
         whose = program.whose
@@ -119,7 +119,7 @@ class UnlikeWork:
         steps, program = self.steps, self.steps.program
         kinds, streams, partners = steps.columns
         at = np.flatnonzero(streams == COMPUTE_STREAM)
-        waits = kinds[at] == WAIT
+        waits = kinds[at] == Kind.WAIT
         # each marked kernel lies before a step of the compute stream, or after the last one
         step = np.searchsorted(steps.at[at], self.marked)
         on_compute = program.stream[self.marked] == COMPUTE_STREAM

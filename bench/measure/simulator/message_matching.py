@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Group, Mesh, Program
+from spbench.bench.measure.simulator.program import Group, Kind, Mesh, Program
 from spbench.bench.measure.simulator.steps import Meeting, Steps
 
 
@@ -32,7 +32,7 @@ def _posts(steps: Steps) -> _Posts:
     return {
         (kind, by): np.flatnonzero((kinds == kind) & (partners == peer)).tolist()
         for peer, by in enumerate(steps.program.peers)
-        for kind in (SEND, RECV)
+        for kind in (Kind.SEND, Kind.RECV)
     }
 
 
@@ -92,7 +92,7 @@ class World:
         self.meetings = [
             {
                 (kind, peer): list(self._meet(number, kind, peer, posts))
-                for kind in (SEND, RECV)
+                for kind in (Kind.SEND, Kind.RECV)
                 for peer, by in enumerate(steps.program.peers)
                 if posts[number][kind, by]
             }
@@ -111,9 +111,9 @@ class World:
             mine = np.flatnonzero(programs == q)
             theirs = np.full(len(steps.ranks), -1)
             theirs[mine] = self.place_of[ranks[mine]]
-            halves = posts[q].get((RECV if kind == SEND else SEND, back), [])
+            halves = posts[q].get((Kind.RECV if kind == Kind.SEND else Kind.SEND, back), [])
             if len(halves) < len(own):
-                what = "receive" if kind == SEND else "send"
+                what = "receive" if kind == Kind.SEND else "send"
                 raise Deadlock(
                     f"{steps.describe(own[len(halves)], int(mine[0]))}: there is no matching {what}"
                 )
@@ -133,7 +133,7 @@ class World:
             alike.append({})
             groups = [number_of.setdefault(group, len(number_of)) for group in steps.program.groups]
             begun: Counter[int] = Counter()
-            for step in np.flatnonzero(steps.columns[0] == COLLECTIVE).tolist():
+            for step in np.flatnonzero(steps.columns[0] == Kind.COLLECTIVE).tolist():
                 group = groups[steps.partners[step]]
                 if begun[group] == len(collectives[group]):
                     collectives[group].append({})

@@ -4,26 +4,18 @@ A program is traced on one rank and holds for all ranks that run the same progra
 relative to the mesh (row-major), not rank numbers: a group has the coordinates of its members along the axes
 on which they differ, a peer has its distance along each axis.
 
-Sums over a program's kernels are here too: seconds by kind, FLOPs, and the calls of softmax attention by the
-properties on which their rate depends.
+Sums over a program's kernels are here too: seconds by kind, and FLOPs.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from spbench.bench.measure.clusters.rates import Direction, Mask
-
-#: kinds of events of a program
-KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
 #: the stream on which a step computes; other streams have a library's own copies and collectives
 COMPUTE_STREAM = 0
-#: categories of kernels, by the rate that prices them
-MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE, HOST_READ = range(6)
-CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update", "host read")
 #: rows of matrices must be a multiple of this many bytes for cuBLAS's fast kernels
 ALIGNED = 16
 #: precisions of kernels, by their numbers in programs
@@ -35,6 +27,19 @@ PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other", "fp8")
 HOST_WORK = ("views", "nodes", "modules", "joins", "checks")
 
 Mesh = tuple[int, ...]
+
+
+class Kind:
+    """The kinds of events of a program."""
+
+    KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
+
+
+class Category:
+    """The categories of kernels, by the rate that prices them, and their names by number."""
+
+    MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE, HOST_READ = range(6)
+    NAMES = ("memory-bound", "matmul", "attention", "host copy", "host update", "host read")
 
 
 def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
@@ -176,15 +181,15 @@ class Program:
 
     Attributes:
         mesh: ranks along each axis, from the slowest-varying to the fastest.
-        kind: KERNEL, COLLECTIVE, SEND, RECV, WAIT or RECORD.
+        kind: one of :class:`Kind`.
         stream: the stream on which the event was issued; a stream runs its events in order, and stands still
             at a wait. COMPUTE_STREAM unless a library has streams of its own.
         whose: the ranks that do the event's work, see :mod:`spbench.impls.observed_work`: EVERYONE; ALL_LOWER
             for a kernel on the blocks of all lower ranks at once; or, for a kernel on the block of one lower
             rank, the number of lower ranks.
         name: index into ``names``: the operator, or the collective.
-        category: for a kernel: MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE (on the host's cores,
-            while the host and the compute stream stand still) or HOST_READ.
+        category: for a kernel: one of :class:`Category`. During a HOST_UPDATE, on the host's cores, the host
+            and the compute stream stand still.
         nbytes: for a kernel, bytes read and written; for a HOST_COPY, bytes copied; for communication, bytes
             of the payload as :data:`WIRE_SHARE` defines it.
         flops: floating-point operations.
@@ -230,6 +235,11 @@ class Program:
     def world(self) -> int:
         return prod(self.mesh)
 
+    def of(self, category: int) -> np.ndarray:
+        """[events]: whether an event is a kernel of a category."""
+        kernels: np.ndarray = (self.kind == Kind.KERNEL) & (self.category == category)
+        return kernels
+
     def calls_of(self, names: Collection[str]) -> np.ndarray:
         """[events]: whether an event is a call of one of the named operators."""
         return np.isin(self.name, [number for number, name in enumerate(self.names) if name in names])
@@ -245,59 +255,18 @@ class Program:
     def describe(self, event: int, rank: int) -> str:
         """An event in words, with the ranks that communicate with ``rank``."""
         kind, partner = int(self.kind[event]), int(self.partner[event])
-        if kind == WAIT:
+        if kind == Kind.WAIT:
             return "wait for " + self.describe(partner, rank)
-        if kind == RECORD:
+        if kind == Kind.RECORD:
             return f"event {event} (a point of stream {self.stream[event]})"
         words = f"{self.names[self.name[event]]} of {self.nbytes[event]:.0f} bytes"
-        if kind in (SEND, RECV):
+        if kind in (Kind.SEND, Kind.RECV):
             peer = shifted(rank, self.peers[partner], self.mesh)
-            words += f" {'to' if kind == SEND else 'from'} rank {peer}"
-        elif kind == COLLECTIVE:
+            words += f" {'to' if kind == Kind.SEND else 'from'} rank {peer}"
+        elif kind == Kind.COLLECTIVE:
             words += f" over ranks {list(self.groups[partner].members(rank, self.mesh))}"
         line = f" at {self.lines[event]}" if event in self.lines else ""
         return f"event {event} ({words}, {self.phase_of(event) or 'no phase'}){line}"
-
-
-#: the first names of PRECISION_NAMES that are half precisions, for which attention kernels have rates
-_HALVES = 2
-
-
-class AttentionCall(NamedTuple):
-    """A kind of call of an attention kernel, for which a card has one rate.
-
-    Attributes:
-        heads: the heads of all sequences together.
-        keys, queries: positions of keys and of queries in each head.
-        length: the lesser of queries and keys.
-    """
-
-    direction: Direction
-    mask: Mask
-    head_size: int
-    heads: int
-    keys: int
-    length: int
-    queries: int
-
-
-def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarray]]:
-    """(kind of call, its events), for the attention kernels in half precision that store no scores."""
-    attends = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
-    calls = np.column_stack([program.name[attends], program.shape[attends], program.flops[attends]])
-    # a ring's consecutive calls are equal
-    first = np.append(True, (calls[1:] != calls[:-1]).any(1))[: len(calls)]
-    kinds, places = np.unique(calls[first], axis=0, return_inverse=True)
-    places = places.ravel()[np.cumsum(first) - 1]
-    at = np.flatnonzero(attends)
-    for place, (name, heads, queries, keys, head_size, flops) in enumerate(kinds):
-        backward = program.names[int(name)].endswith("_backward")
-        pairs = flops / (2 * head_size * (5 if backward else 2))  # as forward_flops and backward_flops
-        mask: Mask = "causal" if pairs < heads * queries * keys else "whole"
-        direction: Direction = "backward" if backward else "forward"
-        length = min(int(queries), int(keys))
-        call = AttentionCall(direction, mask, int(head_size), int(heads), int(keys), length, int(queries))
-        yield call, at[places == place]
 
 
 def seconds_by_kind(program: Program, kernel_s: np.ndarray) -> dict[str, float]:
@@ -306,9 +275,10 @@ def seconds_by_kind(program: Program, kernel_s: np.ndarray) -> dict[str, float]:
     Args:
         kernel_s: [events]: the seconds of each event as a kernel.
     """
-    of_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
-    attention = (program.category == ATTENTION) & (program.flops > 0)  # a separate softmax only moves bytes
-    matmuls = program.category == MATMUL
+    of_compute = (program.kind == Kind.KERNEL) & (program.stream == COMPUTE_STREAM)
+    # a separate softmax only moves bytes
+    attention = program.of(Category.ATTENTION) & (program.flops > 0)
+    matmuls = program.of(Category.MATMUL)
     kinds = {"matmul": matmuls, "attention": attention, "memory_bound": ~(matmuls | attention)}
     return {name: float(kernel_s[of_compute & of_kind].sum()) for name, of_kind in kinds.items()}
 
@@ -337,8 +307,8 @@ def flops_of(program: Program, weights: np.ndarray | None = None) -> Flops:
         weights: [events]: the share of each event that the rank does; None: all of each event.
     """
     flops = program.flops if weights is None else program.flops * weights
-    counted = np.where((program.kind == KERNEL) & (program.category != MEMORY_BOUND), flops, 0.0)
-    attention, ends = program.category == ATTENTION, [first for _, first in program.marks[1:]]
+    counted = np.where(program.category != Category.MEMORY_BOUND, flops, 0.0)
+    attention, ends = program.of(Category.ATTENTION), [first for _, first in program.marks[1:]]
     total = Flops(0.0, 0.0, float(counted.sum()))
     for (phase, first), end in zip(program.marks, [*ends, len(program)], strict=True):
         if phase == "forward":

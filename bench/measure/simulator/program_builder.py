@@ -8,19 +8,12 @@ import numpy as np
 
 from spbench.bench.measure.simulator.program import (
     ALIGNED,
-    COLLECTIVE,
     COMPUTE_STREAM,
-    HOST_READ,
-    HOST_UPDATE,
     HOST_WORK,
-    KERNEL,
-    MEMORY_BOUND,
     PRECISION_NAMES,
-    RECORD,
-    RECV,
-    SEND,
-    WAIT,
+    Category,
     Group,
+    Kind,
     Program,
 )
 from spbench.impls import EVERYONE
@@ -86,7 +79,7 @@ class ProgramBuilder:
         flops: float = 0,
         nbytes: float = 0,
         precision: str = "fp32",
-        category: int = MEMORY_BOUND,
+        category: int = Category.MEMORY_BOUND,
         strided: float = 0,
         aligned: int = ALIGNED,
         shape: tuple[int, int, int, int] = NO_SHAPE,
@@ -94,43 +87,43 @@ class ProgramBuilder:
         """Write down a kernel: an operator that the device computes."""
         number = PRECISION_NAMES.index(precision)
         priced = (category, nbytes, flops, number, shape, strided, aligned)
-        self.add_kernel((KERNEL, self.named(name), *priced))
+        self.add_kernel((Kind.KERNEL, self.named(name), *priced))
         return len(self.rows) - 1
 
     def add_kernel(self, row: KernelRow) -> None:
         """Write down a kernel from its row. The host waits for its device before and after an update on its
         cores or a read of a tensor."""
-        join = JOIN if row[2] in (HOST_UPDATE, HOST_READ) else 0
+        join = JOIN if row[2] in (Category.HOST_UPDATE, Category.HOST_READ) else 0
         self.rows.append((*row, self.host_work + join, -1))
         self.host_work = join
 
     def collective(self, name: str, nbytes: float, group: Group) -> int:
         """Begin a collective of a group."""
         partner = self._groups.setdefault(group, len(self._groups))
-        return self._communicate(COLLECTIVE, name, nbytes, partner)
+        return self._communicate(Kind.COLLECTIVE, name, nbytes, partner)
 
     def send(self, nbytes: float, to: tuple[int, ...]) -> int:
         """Begin a send to the rank at the offset ``to`` (see :func:`offset`)."""
-        return self._communicate(SEND, "send", nbytes, self._peer(to))
+        return self._communicate(Kind.SEND, "send", nbytes, self._peer(to))
 
     def recv(self, nbytes: float, source: tuple[int, ...]) -> int:
         """Begin a receive from the rank at the offset ``source`` (see :func:`offset`)."""
-        return self._communicate(RECV, "recv", nbytes, self._peer(source))
+        return self._communicate(Kind.RECV, "recv", nbytes, self._peer(source))
 
     def wait(self, event: int) -> int:
         """Let the current stream wait for the end of a communication, or for a record of another stream."""
-        return self._communicate(WAIT, "wait", 0, event)
+        return self._communicate(Kind.WAIT, "wait", 0, event)
 
     def record(self) -> int:
         """Mark a point of the current stream for which another stream may wait."""
-        return self._communicate(RECORD, "record", 0, -1)
+        return self._communicate(Kind.RECORD, "record", 0, -1)
 
     def _peer(self, by: tuple[int, ...]) -> int:
         by = tuple(d % n for d, n in zip(by, self.mesh, strict=True))
         return self._peers.setdefault(by, len(self._peers))
 
     def _communicate(self, kind: int, name: str, nbytes: float, partner: int) -> int:
-        unpriced = (MEMORY_BOUND, nbytes, 0.0, len(PRECISION_NAMES) - 1, NO_SHAPE, 0.0, ALIGNED)
+        unpriced = (Category.MEMORY_BOUND, nbytes, 0.0, len(PRECISION_NAMES) - 1, NO_SHAPE, 0.0, ALIGNED)
         self.rows.append((kind, self.named(name), *unpriced, self.host_work, partner))
         self.host_work = 0
         return len(self.rows) - 1

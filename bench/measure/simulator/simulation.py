@@ -23,7 +23,7 @@ import numpy as np
 from spbench.bench.errors import listed
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import Deadlock, ProcessGroups, World
-from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, Kind
 from spbench.bench.measure.simulator.timeline import SimulationState, Timeline
 
 
@@ -60,7 +60,7 @@ class Simulation(SimulationState):
         ]:
             raise Deadlock(f"{listed(waited, 3, '; ')}: waited for, but never ends")
         for number, steps in enumerate(self.steps):
-            posts = steps.columns[0] != WAIT
+            posts = steps.columns[0] != Kind.WAIT
             for step, place in np.argwhere(np.isnan(self.end[number]) & posts[:, None]):
                 raise Deadlock(f"{steps.describe(int(step), int(place))}: posted, but never ends")
         return Timeline(self)
@@ -98,10 +98,10 @@ class Simulation(SimulationState):
                 before_segment = now, launching
                 now, launching = host.reach(at, now, launching, index)
                 here = now if stream == COMPUTE_STREAM else clocks[stream, index]
-                if kind not in (WAIT, RECORD):
+                if kind not in (Kind.WAIT, Kind.RECORD):
                     here = larger(here, launching + host.latency)
             reached[at, index] = here
-            if kind == WAIT:
+            if kind == Kind.WAIT:
                 leaves = self._wait(number, at, who, here)
                 if leaves is None:
                     if host is None:
@@ -142,16 +142,16 @@ class Simulation(SimulationState):
         at the times ``here``."""
         steps = self.steps[number]
         kind = steps.kinds[at]
-        if kind in (KERNEL, RECORD):
+        if kind in (Kind.KERNEL, Kind.RECORD):
             index = steps.index(who)
             self.start[number][at, index] = here
             self.end[number][at, index] = here = here + self.taken[number][at]
             self.ended[number][at] += len(who)
-            if kind == KERNEL:
+            if kind == Kind.KERNEL:
                 self.clocks[number][steps.streams[at], index] = here
             return
         self.posted[number][at] += len(who)
-        if kind == COLLECTIVE:
+        if kind == Kind.COLLECTIVE:
             self._gather(number, at, who)
         else:
             self._meet(number, at, who)
@@ -192,7 +192,7 @@ class Simulation(SimulationState):
             if not ready.any():
                 continue
             mine, theirs, posted = who[ready], theirs[ready], posted[ready]
-            sender, send, at = (number, step, mine) if kind == SEND else (other, other_step, theirs)
+            sender, send, at = (number, step, mine) if kind == Kind.SEND else (other, other_step, theirs)
             latency, seconds, free = self.channels.of(sender, send)
             start = np.maximum(np.maximum(self.reached[number][step][mine], posted), free[at])
             free[at] = end = start + latency[at] + seconds[at]

@@ -26,18 +26,7 @@ import numpy as np
 
 from spbench.bench.measure.clusters.rates import Host
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import (
-    COLLECTIVE,
-    COMPUTE_STREAM,
-    HOST_WORK,
-    KERNEL,
-    RECORD,
-    RECV,
-    SEND,
-    WAIT,
-    Program,
-    shifted_ranks,
-)
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, HOST_WORK, Kind, Program, shifted_ranks
 
 
 class Steps:
@@ -58,11 +47,11 @@ class Steps:
     def __init__(self, program: Program, all_ranks: np.ndarray, simulated: np.ndarray):
         self.program, self.all_ranks, self.simulated = program, all_ranks, simulated
         self.ranks = all_ranks[simulated]
-        self.at = np.flatnonzero((program.kind != KERNEL) | (program.stream != COMPUTE_STREAM))
+        self.at = np.flatnonzero((program.kind != Kind.KERNEL) | (program.stream != COMPUTE_STREAM))
         step_of = np.full(len(program), -1)
         step_of[self.at] = np.arange(len(self.at))
         partner = program.partner[self.at]
-        waits = program.kind[self.at] == WAIT
+        waits = program.kind[self.at] == Kind.WAIT
         partner[waits] = step_of[partner[waits]]
         #: the attributes ``kinds``, ``streams`` and ``partners`` as arrays, each [steps]
         self.columns = *(each[self.at].astype(np.int64) for each in (program.kind, program.stream)), partner
@@ -88,7 +77,7 @@ class Steps:
 
     def _peers_at_once(self) -> list[int]:
         kinds = self.program.kind[self.at]
-        posts, sends = (kinds == SEND) | (kinds == RECV), kinds == SEND
+        posts, sends = (kinds == Kind.SEND) | (kinds == Kind.RECV), kinds == Kind.SEND
         # a batch goes on where a post follows another with no event between them
         follows = np.diff(self.at, prepend=-2) == 1
         follows[1:] &= posts[:-1]
@@ -115,16 +104,16 @@ class Steps:
         #: for each stream, the steps for which the compute stream has not waited yet
         ahead: dict[int, list[int]] = defaultdict(list)
         kinds, streams, partners = self.columns
-        waits = (kinds == WAIT) & (streams == COMPUTE_STREAM)
-        waits[waits] = np.isin(kinds[partners[waits]], (COLLECTIVE, SEND, RECORD))
-        for step in np.flatnonzero(np.isin(kinds, (COLLECTIVE, SEND)) | waits).tolist():
+        waits = (kinds == Kind.WAIT) & (streams == COMPUTE_STREAM)
+        waits[waits] = np.isin(kinds[partners[waits]], (Kind.COLLECTIVE, Kind.SEND, Kind.RECORD))
+        for step in np.flatnonzero(np.isin(kinds, (Kind.COLLECTIVE, Kind.SEND)) | waits).tolist():
             kind, stream = self.kinds[step], self.streams[step]
-            if kind in (COLLECTIVE, SEND):
+            if kind in (Kind.COLLECTIVE, Kind.SEND):
                 ahead[stream].append(step)
             else:
                 partner = self.partners[step]
                 posted = ahead[self.streams[partner]]
-                if self.kinds[partner] == RECORD:
+                if self.kinds[partner] == Kind.RECORD:
                     awaited[step] = [each for each in posted if each < partner]
                 elif partner in posted:
                     awaited[step] = [partner]
@@ -170,15 +159,15 @@ def host_seconds(host: Host, program: Program, graphs: str = "none") -> np.ndarr
             "none", the kernels ("layers"), or all ("full_iteration").
     """
     kinds = program.kind
-    dispatch = np.where(kinds == KERNEL, host.seconds("operator_s"), host.seconds("collective_s"))
-    dispatch[(kinds == WAIT) | (kinds == RECORD)] = 0.0
+    dispatch = np.where(kinds == Kind.KERNEL, host.seconds("operator_s"), host.seconds("collective_s"))
+    dispatch[(kinds == Kind.WAIT) | (kinds == Kind.RECORD)] = 0.0
     each = np.array([host.seconds(figure) if figure else 0.0 for figure in _FIGURES.values()])
     seconds: np.ndarray = dispatch + program.host @ each
     if graphs != "none":
         ends = [first for _, first in program.marks[1:]]
         for (phase, first), end in zip(program.marks, [*ends, len(program)], strict=True):
             if phase in ("forward", "backward"):
-                seconds[first:end][(kinds[first:end] == KERNEL) | (graphs == "full_iteration")] = 0.0
+                seconds[first:end][(kinds[first:end] == Kind.KERNEL) | (graphs == "full_iteration")] = 0.0
     return seconds
 
 
@@ -201,7 +190,7 @@ class HostClock:
         self.latency, self.work = host.seconds("launch_latency_s"), work
         self._begun = host.seconds("step_s")
         self.now, self._larger = np.full(len(steps.ranks), self._begun), steps.larger
-        on_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
+        on_compute = (program.kind == Kind.KERNEL) & (program.stream == COMPUTE_STREAM)
         joins = (program.host[:, _JOINS] > 0) | (on_compute & host.synchronous)
         checks = program.host[:, _CHECKS] > 0
         cut = np.append(joins | checks, True)
@@ -286,8 +275,8 @@ def posted_late(steps: Steps, reached: np.ndarray, left: np.ndarray) -> np.ndarr
         reached, left: [steps, ranks]: when a step's stream reaches the step, and leaves a wait, in seconds.
     """
     kinds, streams, partners = steps.columns
-    waits = np.flatnonzero((kinds == WAIT) & (streams == COMPUTE_STREAM))
-    waits = waits[(streams[partners[waits]] == COMPUTE_STREAM) & (kinds[partners[waits]] != RECORD)]
+    waits = np.flatnonzero((kinds == Kind.WAIT) & (streams == COMPUTE_STREAM))
+    waits = waits[(streams[partners[waits]] == COMPUTE_STREAM) & (kinds[partners[waits]] != Kind.RECORD)]
     late = reached[partners[waits]] - reached[waits]
     seconds: np.ndarray = np.clip(late, 0.0, left[waits] - reached[waits]).sum(0)
     return seconds

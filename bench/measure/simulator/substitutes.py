@@ -13,27 +13,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spbench.bench.measure.clusters.card_kernels import generation_of, rate_of_call
+from spbench.bench.measure.clusters.card_kernels import generation_of, played_kernel
 from spbench.bench.measure.clusters.cluster import Grade
 from spbench.bench.measure.clusters.figures import Sourced, named
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
+from spbench.bench.measure.simulator import table_prices
 from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.group_links import crossed, crossings_of
 from spbench.bench.measure.simulator.program import (
     ALIGNED,
-    ATTENTION,
-    COLLECTIVE,
-    KERNEL,
-    MATMUL,
-    MEMORY_BOUND,
     PRECISION_NAMES,
-    SEND,
-    AttentionCall,
+    Category,
+    Kind,
     Program,
-    attention_calls,
 )
 from spbench.bench.measure.simulator.steps import Steps
-from spbench.bench.measure.simulator.table_prices import lengths_measured, matmuls_covered, ranks_measured
 from spbench.impls import GROUPED_MATMULS, SPARSE_ATTENTION
 
 #: the substitute of attention for which a card has no rate
@@ -60,10 +54,9 @@ _Found = Iterator[tuple[Substitute, np.ndarray]]
 
 def kernel_substitutes(costs: Costs, program: Program) -> _Found:
     """(a substitute, the events that it prices), for the kernels of a program."""
-    kernels = program.kind == KERNEL
-    yield from _attention(costs, program, kernels & (program.category == ATTENTION) & (program.flops > 0))
-    yield from _matmuls(costs, program, kernels & (program.category == MATMUL))
-    memory = np.flatnonzero(kernels & (program.category == MEMORY_BOUND))
+    yield from _attention(costs, program, program.of(Category.ATTENTION) & (program.flops > 0))
+    yield from _matmuls(costs, program, program.of(Category.MATMUL))
+    memory = np.flatnonzero(program.of(Category.MEMORY_BOUND))
     device = costs.cluster.device
     others = memory
     for name, times in device.operators.items():
@@ -82,14 +75,9 @@ def _attention(costs: Costs, program: Program, all_calls: np.ndarray) -> _Found:
     device, left = costs.cluster.device, all_calls.copy()
     own_share, rates = device.attention_efficiency.value is not None, device.attention
     sparse = program.calls_of(SPARSE_ATTENTION)
-    for call, events in attention_calls(program):
-        if rates is None:
-            break
-        rate = rate_of_call(device, costs.attention, call.head_size, call.direction, call.mask)
-        if rate is None:
-            continue
+    kernel = played_kernel(device, costs.attention)
+    for call, events, rate in costs.rated_attention(program):
         left[events] = False
-        kernel = rates.default if costs.attention == "flash" else costs.attention
         work = f"{call.direction} attention by {kernel}"
         if sparse[events[0]]:
             work = f"{call.direction} attention to chosen keys"
@@ -113,7 +101,7 @@ def _attention(costs: Costs, program: Program, all_calls: np.ndarray) -> _Found:
             yield Substitute(work, f"{rates.default}'s share of the peak", "transferred"), events
 
 
-def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
+def _unlike(rate: AttentionRate, call: table_prices.AttentionCall) -> str:
     """How the measured calls of a rate differ from ``call``, in words; "" if they do not differ."""
     words = []
     if rate.direction not in (None, call.direction):
@@ -122,7 +110,7 @@ def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
         words.append("with a causal mask" if rate.mask == "causal" else "without a mask")
     if rate.counts_as(call.direction) != call.head_size:
         words.append(f"at head size {rate.head_size}")
-    shortest, longest = lengths_measured(rate) or (0, call.length)
+    shortest, longest = table_prices.lengths_measured(rate) or (0, call.length)
     if call.length > longest:
         words.append(f"up to {longest} tokens")
     elif call.length < shortest:
@@ -149,7 +137,7 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
             yield Substitute(f"{name} matmuls", "the share of other precisions", "transferred"), events
         if own is not None and own.table.value is not None and not own.share.substitute:
             shaped = events[program.shape[events].any(axis=1)]
-            covered = matmuls_covered(own.table.value, program.shape[shaped])
+            covered = table_prices.matmuls_covered(own.table.value, program.shape[shaped])
             by = "the nearest of its table"
             yield Substitute(f"{name} matmuls", by, "extrapolated"), shaped[~covered]
             if own.sustained.value is None:  # the share of its rates that a whole step keeps is not known
@@ -165,7 +153,7 @@ def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
     a collective, intra-node or inter-node, has its own substitutes."""
     kinds, _, partners = steps.columns
     names = steps.program.name[steps.at]
-    moving = np.flatnonzero((kinds == COLLECTIVE) | (kinds == SEND))
+    moving = np.flatnonzero((kinds == Kind.COLLECTIVE) | (kinds == Kind.SEND))
     codes = np.stack([kinds[moving], names[moving], partners[moving]], axis=1)
     distinct, places = np.unique(codes, axis=0, return_inverse=True)
     for number, (kind, name, partner) in enumerate(distinct.tolist()):
@@ -176,7 +164,7 @@ def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
 
 def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int) -> Iterator[Substitute]:
     rank, program = int(steps.ranks[0]), steps.program
-    if kind == SEND:
+    if kind == Kind.SEND:
         peer = int(steps.peers(partner)[0])
         if peer != rank:
             within = costs.node(peer) == costs.node(rank)
@@ -226,7 +214,7 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
     work = f"{name} {'intra-node' if within else 'inter-node'}"
     rated = cluster.collective_model == "measured" and parts is not None
     rate = link.rate_of(name, parts or 0) if rated else None
-    if rated and within and (sizes := ranks_measured(link, name)) is not None:
+    if rated and within and (sizes := table_prices.ranks_measured(link, name)) is not None:
         if link.table.substitute:
             yield Substitute(work, link.table.substitute, "substituted")
         elif (parts or 0) > sizes[1]:

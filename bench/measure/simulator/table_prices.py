@@ -15,14 +15,15 @@ github.com/Dao-AILab/flash-attention, csrc/flash_attn/src/flash_bwd_launch_templ
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from spbench.bench.measure.clusters.rate_tables import HEAD_SIZE, RateTable, collective_tables, rate_table
-from spbench.bench.measure.clusters.rates import AttentionRate, Link
-from spbench.bench.measure.simulator.program import AttentionCall, Program
+from spbench.bench.measure.clusters.rates import AttentionRate, Direction, Link, Mask
+from spbench.bench.measure.simulator.program import Category, Program
 from spbench.impls import WIRE_SHARE
 
 #: bytes of a number in half precision
@@ -63,6 +64,47 @@ def matmul_seconds(
 def _operand_bytes(sizes: np.ndarray) -> np.ndarray:
     m, n, k = sizes.T
     return np.asarray(_HALF * (m * n + m * k + n * k))
+
+
+#: the first names of PRECISION_NAMES that are half precisions, for which attention kernels have rates
+_HALVES = 2
+
+
+class AttentionCall(NamedTuple):
+    """A kind of call of an attention kernel, for which a card has one rate.
+
+    Attributes:
+        heads: the heads of all sequences together.
+        keys, queries: positions of keys and of queries in each head.
+        length: the lesser of queries and keys.
+    """
+
+    direction: Direction
+    mask: Mask
+    head_size: int
+    heads: int
+    keys: int
+    length: int
+    queries: int
+
+
+def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarray]]:
+    """(kind of call, its events), for the attention kernels in half precision that store no scores."""
+    attends = program.of(Category.ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
+    calls = np.column_stack([program.name[attends], program.shape[attends], program.flops[attends]])
+    # a ring's consecutive calls are equal
+    first = np.append(True, (calls[1:] != calls[:-1]).any(1))[: len(calls)]
+    kinds, places = np.unique(calls[first], axis=0, return_inverse=True)
+    places = places.ravel()[np.cumsum(first) - 1]
+    at = np.flatnonzero(attends)
+    for place, (name, heads, queries, keys, head_size, flops) in enumerate(kinds):
+        backward = program.names[int(name)].endswith("_backward")
+        pairs = flops / (2 * head_size * (5 if backward else 2))  # as forward_flops and backward_flops
+        mask: Mask = "causal" if pairs < heads * queries * keys else "whole"
+        direction: Direction = "backward" if backward else "forward"
+        length = min(int(queries), int(keys))
+        call = AttentionCall(direction, mask, int(head_size), int(heads), int(keys), length, int(queries))
+        yield call, at[places == place]
 
 
 def in_attention_table(rate: AttentionRate, call: AttentionCall) -> bool:

@@ -20,13 +20,7 @@ from spbench.bench.files import write_whole
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.lighter_ranks import unlike_work
 from spbench.bench.measure.simulator.message_matching import Channels, World
-from spbench.bench.measure.simulator.program import (
-    COMPUTE_STREAM,
-    KERNEL,
-    Flops,
-    flops_of,
-    seconds_by_kind,
-)
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, Flops, Kind, flops_of, seconds_by_kind
 from spbench.bench.measure.simulator.steps import HostClock, host_seconds
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.measure.simulator.waits import Event, Times, Waits, rank_events, waits_of
@@ -64,7 +58,7 @@ class SimulationState:
         self.hosts: list[HostClock | None] = []
         for steps, seconds, work in zip(self.steps, self.kernel_s, launched, strict=True):
             program = steps.program
-            taken = np.where(program.kind == KERNEL, seconds + costs.launch_s, 0.0)
+            taken = np.where(program.kind == Kind.KERNEL, seconds + costs.launch_s, 0.0)
             spent = np.concatenate([[0.0], np.cumsum(np.where(program.stream == COMPUTE_STREAM, taken, 0.0))])
             self.taken.append(taken[steps.at].tolist())
             self.hosts.append(None if work is None else HostClock(costs, steps, taken, work))
@@ -134,7 +128,7 @@ class Timeline:
         step_overhead = self._costs.step_overhead_s
         for number, some in self._sets:
             program, waits = self._world.steps[number].program, some.waits
-            kernels = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
+            kernels = (program.kind == Kind.KERNEL) & (program.stream == COMPUTE_STREAM)
             worked = np.where(kernels, some.kernel_s, 0.0).sum()
             launched = int((kernels & (some.weights > 0)).sum()) * self._costs.launch_s
             parts["compute"][some.ranks] = worked
@@ -182,7 +176,9 @@ class Timeline:
         computed = self._computed[number][columns]
         if work is None or coordinate in (None, work.last):
             return times, computed, np.ones(len(steps.program))
-        taken = np.where(steps.program.kind == KERNEL, self._kernel_s[number] + self._costs.launch_s, 0.0)
+        taken = np.where(
+            steps.program.kind == Kind.KERNEL, self._kernel_s[number] + self._costs.launch_s, 0.0
+        )
         return *work.times(coordinate, taken, times, computed), work.weights(coordinate)
 
     @property

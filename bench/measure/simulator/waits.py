@@ -14,16 +14,10 @@ import numpy as np
 
 from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.program import (
-    CATEGORIES,
-    COLLECTIVE,
     COMPUTE_STREAM,
-    KERNEL,
-    MATMUL,
     PRECISION_NAMES,
-    RECORD,
-    RECV,
-    SEND,
-    WAIT,
+    Category,
+    Kind,
     Program,
     shifted,
     shifted_ranks,
@@ -94,8 +88,8 @@ def _waits(
     """The first four fields of :class:`Waits`, for the ranks at ``places``, from their ``times``."""
     kinds, streams, partners = steps.columns
     of_compute = streams == COMPUTE_STREAM
-    waits = np.flatnonzero((kinds == WAIT) & of_compute)
-    busy = np.flatnonzero((kinds != WAIT) & (kinds != RECORD))
+    waits = np.flatnonzero((kinds == Kind.WAIT) & of_compute)
+    busy = np.flatnonzero((kinds != Kind.WAIT) & (kinds != Kind.RECORD))
     start, end = times.start, times.end
     reached, left, awaited = times.reached[waits], times.left[waits], partners[waits]
     exposed = np.clip(end[awaited] - np.maximum(start[awaited], reached), 0.0, left - reached)
@@ -104,7 +98,7 @@ def _waits(
         exposed = np.maximum(exposed, left - ended)
     across = crossing.shares(awaited, places)
     # a wait for a record of another stream is exposed while any of the rank's streams moves bytes
-    points = np.flatnonzero(kinds[awaited] == RECORD)
+    points = np.flatnonzero(kinds[awaited] == Kind.RECORD)
     if len(points):
         since, until = reached[points], ended[points]
         moving = covered_within(start[busy], end[busy], since, until)
@@ -133,7 +127,7 @@ class _Crossing:
         self._nodes = node_of(steps.ranks, self._cluster)
         self.some = node_of(steps.program.world - 1, self._cluster) > 0
         kinds, _, partners = steps.columns
-        moving = np.isin(kinds, (COLLECTIVE, SEND, RECV))
+        moving = np.isin(kinds, (Kind.COLLECTIVE, Kind.SEND, Kind.RECV))
         # kind and partner as one small number, so that a count by number shows which pairs exist
         many = int(partners[moving].max(initial=0)) + 2
         codes = kinds * many + np.where(moving, partners, -1) + 1
@@ -153,9 +147,9 @@ class _Crossing:
         """[simulated ranks]: whether a step of this kind with this partner leaves the rank's node."""
         program, ranks = self._steps.program, self._steps.ranks
         others = ranks[:, None]
-        if kind == COLLECTIVE:
+        if kind == Kind.COLLECTIVE:
             others = program.groups[partner].members_by_rank(ranks, program.mesh)
-        elif kind in (SEND, RECV):
+        elif kind in (Kind.SEND, Kind.RECV):
             others = shifted_ranks(ranks, program.peers[partner], program.mesh)[:, None]
         apart: np.ndarray = (node_of(others, self._cluster) != self._nodes[:, None]).any(1)
         return apart
@@ -228,7 +222,7 @@ def stream_names(program: Program) -> list[str]:
     names = ["compute"]
     for stream in range(1, int(program.stream.max(initial=0)) + 1):
         on_it = program.stream == stream
-        for kind in (COLLECTIVE, KERNEL):
+        for kind in (Kind.COLLECTIVE, Kind.KERNEL):
             if found := [program.names[i] for i in np.unique(program.name[on_it & (program.kind == kind)])]:
                 break
         names.append(f"stream {stream}: {', '.join(found)}" if found else f"stream {stream}")
@@ -263,7 +257,7 @@ def rank_events(
         launch = 0.0 if launched is None else launched(event, now)
         name, phase = names[program.name[event]], phases[event]
         stream = int(program.stream[event])
-        if program.kind[event] == KERNEL and stream == COMPUTE_STREAM:
+        if program.kind[event] == Kind.KERNEL and stream == COMPUTE_STREAM:
             if not weights[event]:
                 continue
             seconds, now = float(kernel_s[event]), max(now, launch)
@@ -271,17 +265,17 @@ def rank_events(
             now += seconds + launch_s
             continue
         reached = float(times.reached[step, 0])
-        if program.kind[event] == WAIT:
+        if program.kind[event] == Kind.WAIT:
             if stream == COMPUTE_STREAM:
                 now = float(times.left[step, 0])
                 if now > reached:
                     awaited = int(program.partner[event])  # communication, or the record of a stream
-                    of_stream = program.kind[awaited] == RECORD
+                    of_stream = program.kind[awaited] == Kind.RECORD
                     what = streams[program.stream[awaited]] if of_stream else names[program.name[awaited]]
                     yield Event(f"wait for {what}", "compute", phase, reached, now - reached)
-        elif program.kind[event] != RECORD:
+        elif program.kind[event] != Kind.RECORD:
             begun, ended = float(times.start[step, 0]), float(times.end[step, 0])
-            if program.kind[event] == KERNEL:
+            if program.kind[event] == Kind.KERNEL:
                 details = _kernel(program, event)
             else:
                 details = {"bytes": int(program.nbytes[event]), "posted_s": reached}
@@ -296,10 +290,10 @@ def _kernel(program: Program, event: int) -> dict[str, Any]:
     details: dict[str, Any] = {
         "bytes": int(program.nbytes[event]),
         "flops": int(program.flops[event]),
-        "class": CATEGORIES[program.category[event]],
+        "class": Category.NAMES[program.category[event]],
         "dtype": PRECISION_NAMES[program.precision[event]],
     }
-    if program.category[event] == MATMUL:
+    if program.category[event] == Category.MATMUL:
         details["batch, m, n, k"] = program.shape[event].tolist()
     return details
 
@@ -307,8 +301,8 @@ def _kernel(program: Program, event: int) -> dict[str, Any]:
 def _parties(program: Program, event: int, rank: int) -> dict[str, Any]:
     """The global ranks of a collective ("ranks") or of a transfer ("source" and "destination")."""
     partner = int(program.partner[event])
-    if program.kind[event] == COLLECTIVE:
+    if program.kind[event] == Kind.COLLECTIVE:
         return {"ranks": list(program.groups[partner].members(rank, program.mesh))}
     peer = shifted(rank, program.peers[partner], program.mesh)
-    ends = (rank, peer) if program.kind[event] == SEND else (peer, rank)
+    ends = (rank, peer) if program.kind[event] == Kind.SEND else (peer, rank)
     return {"source": ends[0], "destination": ends[1]}

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, Group, Program, offset
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, Group, Kind, Program, offset
 from spbench.bench.measure.simulator.program_builder import CHECK, JOIN, MODULE, NODE, VIEW, ProgramBuilder
 from spbench.bench.measure.trace.meter import Call, Communication, Meter
 from spbench.bench.measure.trace.operator_prices import price_of
@@ -259,7 +259,7 @@ class EventLog(Meter):
             figures = price.of(args, kwargs or {}, result)
             if remembered:
                 remembered.price = figures
-        builder.add_kernel((KERNEL, builder.named(price.name), *figures))
+        builder.add_kernel((Kind.KERNEL, builder.named(price.name), *figures))
 
     def post(self, args: Sequence[Any], result: Any, communication: Communication) -> Any:
         """Write down a call that communicates; returns its result, with a :class:`PostedWork` as its Work."""

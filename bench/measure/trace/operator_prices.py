@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from spbench import impls
-from spbench.bench.measure.simulator import program
+from spbench.bench.measure.simulator.program import ALIGNED, PRECISION_NAMES, Category
 from spbench.bench.measure.simulator.program_builder import NO_SHAPE
 from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
 from spbench.bench.yaml_files import read_yaml
 
-_OTHER, _FP8 = program.PRECISION_NAMES.index("other"), program.PRECISION_NAMES.index("fp8")
+_OTHER, _FP8 = PRECISION_NAMES.index("other"), PRECISION_NAMES.index("fp8")
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 _PRECISION |= {torch.float8_e4m3fn: _FP8, torch.float8_e5m2: _FP8}
 
@@ -130,16 +130,16 @@ class Price:
         stores_no_scores = "flash_attention" in name or name in impls.SPARSE_ATTENTION
         self._softmax = self._formula is not None and stores_no_scores
         self._category = (
-            program.ATTENTION if "softmax" in name or "attention" in name else program.MEMORY_BOUND
+            Category.ATTENTION if "softmax" in name or "attention" in name else Category.MEMORY_BOUND
         )
         if name == "index_scores":  # matmuls of several heads, which have no shape of one matmul
-            self._category = program.MATMUL
+            self._category = Category.MATMUL
         if name in impls.OVER_HOST_LINK:
-            self._category = program.HOST_COPY
+            self._category = Category.HOST_COPY
         elif name in impls.ON_HOST_CORES:
-            self._category = program.HOST_UPDATE
+            self._category = Category.HOST_UPDATE
         elif name in impls.READ_BY_HOST:
-            self._category, self._returned = program.HOST_READ, 0
+            self._category, self._returned = Category.HOST_READ, 0
         self.known = (
             self.free
             or max(self._matmul, self._grouped) >= 0
@@ -167,11 +167,11 @@ class Price:
         if self._grouped >= 0:
             flops = _grouped_flops(args[self._grouped :])
             precision = _PRECISION.get(args[self._grouped].dtype, _OTHER)
-            return program.MATMUL, nbytes, flops, precision, NO_SHAPE, 0, program.ALIGNED
+            return Category.MATMUL, nbytes, flops, precision, NO_SHAPE, 0, ALIGNED
         if self._matmul < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
             shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE
-            return self._category, nbytes, flops, precision, shape, 0, program.ALIGNED
+            return self._category, nbytes, flops, precision, shape, 0, ALIGNED
         a, b = args[self._matmul], args[self._matmul + 1]
         *_, m, k = a.shape
         n, batch = b.shape[-1], prod(a.shape[:-2])
@@ -179,7 +179,7 @@ class Price:
         strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(tensor)
         precision = _PRECISION.get(a.dtype, _OTHER)
         return (
-            program.MATMUL,
+            Category.MATMUL,
             nbytes,
             2 * batch * m * n * k,
             precision,
@@ -225,6 +225,6 @@ def _aligned(x: Tensor) -> int:
     *_, r, c = x.shape
     *_, row, column = x.stride()
     if r == 1 or c == 1:
-        return program.ALIGNED
+        return ALIGNED
     nbytes = (row if column == 1 else column) * x.element_size()
-    return min(nbytes & -nbytes or program.ALIGNED, program.ALIGNED)
+    return min(nbytes & -nbytes or ALIGNED, ALIGNED)

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from spbench.bench.measure.simulator.program import KERNEL, RECORD, WAIT
+from spbench.bench.measure.simulator.program import Kind
 from spbench.bench.measure.simulator.program_builder import EventRow
 from spbench.bench.measure.trace.event_log import EventLog
 from spbench.bench.measure.trace.memory import MemoryMeter
@@ -81,7 +81,7 @@ def _later_marks(marks: Sequence[tuple[Any, int]], by: int) -> list[tuple[Any, i
 
 def _later_rows(rows: Sequence[EventRow], by: int) -> list[EventRow]:
     """The same rows, ``by`` events later in the program: only the numbers of awaited events change."""
-    return [(*row[:-1], row[-1] + by) if row[0] == WAIT else row for row in rows]
+    return [(*row[:-1], row[-1] + by) if row[0] == Kind.WAIT else row for row in rows]
 
 
 class _Unfinished:
@@ -256,9 +256,9 @@ class EventRecord:
 
     def _posts_and_waits(self, start: int) -> Iterator[tuple[int, bool]]:
         for event, row in enumerate(self._rows.items[start:], start):
-            if row[0] == WAIT:
+            if row[0] == Kind.WAIT:
                 yield row[-1], False
-            elif row[0] not in (KERNEL, RECORD):
+            elif row[0] not in (Kind.KERNEL, Kind.RECORD):
                 yield event, True
 
     def repeats(self) -> bool:
@@ -267,7 +267,7 @@ class EventRecord:
         first, length = self._rows.ends[0], self._rows.grown
         return (
             self._rows.repeats(length)
-            and all(row[-1] >= first for row in self._rows.of_step(-2) if row[0] == WAIT)
+            and all(row[-1] >= first for row in self._rows.of_step(-2) if row[0] == Kind.WAIT)
             and all(each.repeats(length) for each in self._noted)
             and not any(event.number >= first for event in self.log.streams.events)
             and self._posted.is_that_of_the_step_before(length)

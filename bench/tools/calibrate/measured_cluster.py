@@ -78,7 +78,7 @@ def _counts(cell: Cell) -> list[int]:
     program = measure.trace_rank(cell, events=True).program
     assert program is not None
     views, nodes, modules, *_ = program.host.sum(0).tolist()
-    return [int((program.kind == measure.KERNEL).sum()), views, nodes, modules]
+    return [int((program.kind == measure.Kind.KERNEL).sum()), views, nodes, modules]
 
 
 def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:

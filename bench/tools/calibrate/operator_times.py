@@ -196,7 +196,7 @@ def points_of(
     yield RatePoint(STEP, size, sum(calls.values()), cell.precision, ranks, beside)
     for (name, category, nbytes, flops, number, shape, _), taken in whole.items():
         precision = measure.PRECISION_NAMES[number]
-        if flops and category == measure.MATMUL:
+        if flops and category == measure.Category.MATMUL:
             size = f"{name} {list(shape)}"
             yield RatePoint(MATMUL_IN_STEP, size, nbytes, precision, ranks, taken, flops=flops, nbytes=nbytes)
         elif nbytes and not flops:

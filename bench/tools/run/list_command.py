@@ -257,11 +257,9 @@ def product_curves(cluster: measure.Cluster) -> Iterator[RateCurve]:
         width = 4 if precision == "fp32" else 8 if precision == "fp64" else 2
         program = measure.ProgramBuilder((1,))
         for n in SIZES:
-            flops, nbytes = 2.0 * n**3, 3.0 * width * n**2
-            shape = (1, n, n, n)
-            program.kernel(
-                "mm", flops=flops, nbytes=nbytes, precision=precision, category=measure.MATMUL, shape=shape
-            )
+            work = {"flops": 2.0 * n**3, "nbytes": 3.0 * width * n**2}
+            of = {"precision": precision, "category": measure.Category.MATMUL, "shape": (1, n, n, n)}
+            program.kernel("mm", **work, **of)
         seconds = costs.kernels(program.program()) + costs.launch_s
         rates = [2.0 * n**3 / each for n, each in zip(SIZES, seconds, strict=True)]
         yield RateCurve("Matmuls", precision, SIZES, rates, {} if own is None else _measured(own))

@@ -22,7 +22,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.stacks import RankError
-from spbench.bench.measure.simulator.program import COLLECTIVE
+from spbench.bench.measure.simulator.program import Kind
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.backends import megatron
 from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
@@ -225,7 +225,7 @@ def test_sums_and_the_norm_are_sent_as_deepspeed_does() -> None:
     program = tracing.trace(asked, events=True).program
     assert program is not None
     sent: dict[str, list[int]] = {}
-    for event in (program.kind == COLLECTIVE).nonzero()[0].tolist():
+    for event in (program.kind == Kind.COLLECTIVE).nonzero()[0].tolist():
         what = f"{program.phase_of(event)} {program.names[program.name[event]]}"
         sent.setdefault(what, []).append(int(program.nbytes[event]))
     assert sent["backward reduce_scatter"] == SENT["backward sums"]

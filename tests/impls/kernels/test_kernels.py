@@ -21,14 +21,7 @@ from torch.profiler import profile
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.run_cell import run_cell
-from spbench.bench.measure.simulator.program import (
-    COMPUTE_STREAM,
-    HOST_WORK,
-    KERNEL,
-    RECORD,
-    WAIT,
-    Program,
-)
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, HOST_WORK, Kind, Program
 from spbench.impls.backends.optimizer import PRECISIONS, Optimizer
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels import activations, projection
@@ -348,13 +341,13 @@ def test_the_host_waits_for_the_counts_of_tokens_of_each_layer(ep: int, waits: i
 
 
 def kernels(program: Program) -> Counter[tuple[str, tuple[int, ...]]]:
-    at = np.flatnonzero(program.kind == KERNEL)
+    at = np.flatnonzero(program.kind == Kind.KERNEL)
     return Counter((program.names[program.name[i]], tuple(program.shape[i])) for i in at)
 
 
 def parts(program: Program) -> list[tuple[int, int]]:
     """The first and the last kernel of each part that another stream runs."""
-    at = np.flatnonzero((program.kind == KERNEL) & (program.stream != COMPUTE_STREAM))
+    at = np.flatnonzero((program.kind == Kind.KERNEL) & (program.stream != COMPUTE_STREAM))
     begins = [at[0], *(b for a, b in pairwise(at) if (program.stream[a:b] == COMPUTE_STREAM).any())]
     ends = [*(max(at[at < b]) for b in begins[1:]), at[-1]]
     return [*zip(begins, ends, strict=True)]
@@ -364,9 +357,9 @@ def waited_for(program: Program) -> list[bool]:
     """Whether the computing stream waits for each part before the next begins."""
     of_parts = parts(program)
     ends = [begin for begin, _ in of_parts[1:]] + [len(program)]
-    waits = np.flatnonzero((program.kind == WAIT) & (program.stream == COMPUTE_STREAM))
+    waits = np.flatnonzero((program.kind == Kind.WAIT) & (program.stream == COMPUTE_STREAM))
     partners = program.partner[waits]
-    points = (program.kind[partners] == RECORD) & (program.stream[partners] != COMPUTE_STREAM)
+    points = (program.kind[partners] == Kind.RECORD) & (program.stream[partners] != COMPUTE_STREAM)
     return [
         bool((points & (partners > last) & (waits < end)).any())
         for (_, last), end in zip(of_parts, ends, strict=True)

@@ -11,7 +11,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.memory.allocator import MIB, rounded
-from spbench.bench.measure.simulator.program import ATTENTION
+from spbench.bench.measure.simulator.program import Category
 from spbench.bench.measure.trace.operator_prices import MATMULS
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 from tests.grid import data
@@ -175,7 +175,7 @@ def flops(backend: str = "ddp", **options: Any) -> tuple[float, float]:
         training={"backend": backend},
     )
     program = trace(cell, events=True).program
-    of_attention = program.category == ATTENTION
+    of_attention = program.category == Category.ATTENTION
     return float(program.flops[~of_attention].sum()), float(program.flops[of_attention].sum())
 
 

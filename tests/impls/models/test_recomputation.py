@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.simulator.program import KERNEL
+from spbench.bench.measure.simulator.program import Kind
 from spbench.impls.collectives import reduce_from_group
 from spbench.impls.kernels import copy_stream
 from spbench.impls.kernels.dropout import DropoutRandom
@@ -372,7 +372,9 @@ def copies(**changes: Any) -> Counter[str]:
     fields = {"model_options": {"layers": LAYERS, **ON_HOST}} | changes
     asked = make_cell("gpt3-tiny", "single", {}, 3, 16, "fp32", **fields)
     program = tracing.trace(asked, events=True).program
-    names = [program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == KERNEL]
+    names = [
+        program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == Kind.KERNEL
+    ]
     return Counter(name for name in names if name in ("to_host_", "to_device_"))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
-from spbench.bench.measure.simulator.program import COLLECTIVE, KERNEL, SEND, Group, Program
+from spbench.bench.measure.simulator.program import Group, Kind, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
@@ -170,15 +170,15 @@ def serial_s(timeline: Timeline) -> float:
     costs, total = timeline._costs, timeline._costs.step_overhead_s
     for number, steps in enumerate(timeline._world.steps):
         program, ranks = steps.program, len(steps.all_ranks)
-        kernels = int((program.kind == KERNEL).sum())
+        kernels = int((program.kind == Kind.KERNEL).sum())
         total += ranks * (float(timeline._kernel_s[number].sum()) + kernels * costs.launch_s)
         if (host := timeline._hosts[number]) is not None:
             total += ranks * (host._begun + float(host.work.sum()) + len(host.work) * host.latency)
         # each simulated rank has the times of ranks / len(steps.ranks) ranks
         seconds = (timeline._end[number] - timeline._start[number]).sum(1) * (ranks / len(steps.ranks))
         for step, kind in enumerate(steps.kinds):
-            if kind == SEND:  # its receive is the same transfer
+            if kind == Kind.SEND:  # its receive is the same transfer
                 total += float(seconds[step])
-            elif kind == COLLECTIVE:
+            elif kind == Kind.COLLECTIVE:
                 total += float(seconds[step]) / len(program.groups[steps.partners[step]].places)
     return total

@@ -15,7 +15,7 @@ from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.step_line import rates_of_step
 from spbench.bench.measure.simulator import table_prices as grid
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import ATTENTION, KERNEL, MATMUL, Program
+from spbench.bench.measure.simulator.program import Category, Kind, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import Substitute, kernel_substitutes
 from spbench.bench.measure.trace.operator_prices import price_of
@@ -83,7 +83,7 @@ def attention_seconds(
         (torch.ops.spbench.flash_attention_backward.default, (q, q, k, k, q, lse, 1.0, causal)),
     ):
         price = price_of(func)
-        b.add_kernel((KERNEL, b.named(price.name), *price.of(args, {}, None)))
+        b.add_kernel((Kind.KERNEL, b.named(price.name), *price.of(args, {}, None)))
     return Costs(on, calibration or Calibration(), attention=kernel).kernels(b.program()).tolist()
 
 
@@ -92,7 +92,7 @@ def test_a_product_by_shape_pays_for_its_operands() -> None:
     matmuls = {"bf16": {"share": figure(0.5), "bandwidth_bytes_per_s": figure(4.0)}}
     b = ProgramBuilder((1, 1, 1, 1))
     for precision in ("bf16", "fp32"):
-        b.kernel("mm", flops=3000, nbytes=8, precision=precision, category=MATMUL)
+        b.kernel("mm", flops=3000, nbytes=8, precision=precision, category=Category.MATMUL)
     b.kernel("add", nbytes=8, precision="bf16")
     costs = Costs(with_card(matmul=matmuls), Calibration(compute_efficiency=0.5))
     assert costs.kernels(b.program()).tolist() == pytest.approx([3000 / 250 + 2, 6000.0, 8e-30])
@@ -102,9 +102,9 @@ def test_one_share_of_products_takes_the_place_of_the_cards() -> None:
     """In its precision, for attention too where nothing is known of that."""
     card = with_card(matmul={"bf16": {"share": figure(0.5)}}, compute_efficiency=figure(0.25))
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("mm", flops=1000, nbytes=8, precision="bf16", category=MATMUL)
-    b.kernel("flash", flops=1000, precision="bf16", category=ATTENTION)
-    b.kernel("mm", flops=1, category=MATMUL)
+    b.kernel("mm", flops=1000, nbytes=8, precision="bf16", category=Category.MATMUL)
+    b.kernel("flash", flops=1000, precision="bf16", category=Category.ATTENTION)
+    b.kernel("mm", flops=1, category=Category.MATMUL)
     assert Costs(card, Calibration()).kernels(b.program()).tolist() == [2, 2, 4]
 
 
@@ -112,7 +112,7 @@ def test_a_step_keeps_a_part_of_the_rates_of_calls_alone() -> None:
     """A grouped matmul takes longer by it as a whole, operands too; attention by that of its direction."""
     grouped = {"share": figure(0.5), "bandwidth_bytes_per_s": figure(4.0), "sustained": figure(0.8)}
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("te_grouped_mm", flops=3000, nbytes=8, precision="bf16", category=MATMUL)
+    b.kernel("te_grouped_mm", flops=3000, nbytes=8, precision="bf16", category=Category.MATMUL)
     costs = Costs(with_card(grouped_matmul={"bf16": grouped}), Calibration())
     assert costs.kernels(b.program()).tolist() == pytest.approx([(3000 / 500 + 2) / 0.8])
     rates = [
@@ -236,7 +236,7 @@ def attention(length: int, size: int = 8, causal: bool = True, dtype: Any = torc
     q = torch.empty(1, 1, length, size, dtype=dtype)
     b = ProgramBuilder((1, 1, 1, 1))
     price = price_of(torch.ops.spbench.flash_attention.default)
-    b.add_kernel((KERNEL, b.named(price.name), *price.of((q, q, q, 1.0, causal), {}, None)))
+    b.add_kernel((Kind.KERNEL, b.named(price.name), *price.of((q, q, q, 1.0, causal), {}, None)))
     return b.program()
 
 
@@ -394,7 +394,7 @@ def test_no_kernel_of_a_packaged_cluster_is_priced_by_another_s_rate_unsaid(name
 def matmul(dtype: torch.dtype, name: str = "") -> Program:
     a, b = torch.empty(64, 64, dtype=dtype), ProgramBuilder((1, 1, 1, 1))
     price = price_of(torch.ops.aten.mm.default)
-    b.add_kernel((KERNEL, b.named(name or price.name), *price.of((a, a), {}, None)))
+    b.add_kernel((Kind.KERNEL, b.named(name or price.name), *price.of((a, a), {}, None)))
     return b.program()
 
 
@@ -412,7 +412,7 @@ def test_other_precisions_experts_and_operators_by_another_card_are_named() -> N
     grouped = [("grouped bf16 matmuls", "a B200's", "transferred")]
     assert of_kernels(on, "flash", matmul(torch.bfloat16, next(iter(GROUPED_MATMULS)))) == grouped
     a, b = torch.empty(64), ProgramBuilder((1, 1, 1, 1))
-    b.add_kernel((KERNEL, b.named("add"), *price_of(torch.ops.aten.add.Tensor).of((a, a), {}, None)))
+    b.add_kernel((Kind.KERNEL, b.named("add"), *price_of(torch.ops.aten.add.Tensor).of((a, a), {}, None)))
     assert of_kernels(on, "flash", b.program()) == [("memory, by operator", "a B200's", "transferred")]
 
 

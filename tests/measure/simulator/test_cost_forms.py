@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
 from spbench.bench.measure.clusters.rate_tables import collective_tables, table_text
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import ATTENTION, KERNEL, MATMUL, Program
+from spbench.bench.measure.simulator.program import Category, Kind, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import kernel_substitutes
 from spbench.bench.measure.simulator.table_prices import groups_of
@@ -48,8 +48,8 @@ def test_a_kernel_takes_at_least_the_floor(flops: float, nbytes: float, seconds:
 def test_attention_has_an_efficiency_of_its_own() -> None:
     """Which replaces that of matmuls; elsewhere both are the calibration's."""
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("mm", flops=3, category=MATMUL)
-    b.kernel("flash", flops=5, category=ATTENTION)
+    b.kernel("mm", flops=3, category=Category.MATMUL)
+    b.kernel("flash", flops=5, category=Category.ATTENTION)
     one = [b.program()], [[0]]
     plain = cluster()
     own = changed(plain, "device.attention_efficiency", 0.25)
@@ -259,7 +259,7 @@ def program_of(*calls: tuple[object, tuple[object, ...], object]) -> Program:
     b = ProgramBuilder((1, 1, 1, 1))
     for func, args, result in calls:
         price = price_of(func)
-        b.add_kernel((KERNEL, b.named(price.name), *price.of(args, {}, result)))
+        b.add_kernel((Kind.KERNEL, b.named(price.name), *price.of(args, {}, result)))
     return b.program()
 
 

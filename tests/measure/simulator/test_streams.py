@@ -23,15 +23,7 @@ from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.simulator import steps
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import owners
-from spbench.bench.measure.simulator.program import (
-    COLLECTIVE,
-    COMPUTE_STREAM,
-    HOST_READ,
-    KERNEL,
-    RECORD,
-    WAIT,
-    Program,
-)
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, Category, Kind, Program
 from spbench.bench.measure.simulator.program_builder import CHECK, JOIN, MODULE, NODE, VIEW, ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator, smallest_shifts
 from spbench.bench.measure.simulator.steps import Steps
@@ -360,7 +352,7 @@ def kernels(*flops: float) -> ProgramBuilder:
 def test_what_the_host_reads_costs_a_view_a_launch_and_a_wait_for_each_element() -> None:
     """Three numbers of eight bytes, after a kernel of 10 s that the host waits for, and before one of 1 s."""
     b = kernels(10.0)
-    b.kernel("samples_begun", nbytes=24, category=HOST_READ)
+    b.kernel("samples_begun", nbytes=24, category=Category.HOST_READ)
     b.kernel("mm", flops=1.0)
     on = with_host(view_s=0.5, operator_s=2.0, launch_latency_s=0.25)
     launched = 0.25 + 2.0
@@ -527,28 +519,28 @@ def event_by_event(program: Program, on: Cluster) -> tuple[list[float], float]:
             now = max(now, clocks[COMPUTE_STREAM])
         now += sum(n * s for n, s in zip(counts, figures, strict=True))
         now += (
-            hosts.seconds({KERNEL: "operator_s", COLLECTIVE: "collective_s"}[kind])
-            if kind in (KERNEL, COLLECTIVE)
+            hosts.seconds({Kind.KERNEL: "operator_s", Kind.COLLECTIVE: "collective_s"}[kind])
+            if kind in (Kind.KERNEL, Kind.COLLECTIVE)
             else 0
         )
-        if kind == KERNEL and stream == COMPUTE_STREAM:
+        if kind == Kind.KERNEL and stream == COMPUTE_STREAM:
             launched += 1
             starts.append(max(clocks[stream], now + latency))
             clocks[stream] = starts[-1] + kernel_s[event] + costs.launch_s
         done.append((launched, clocks[COMPUTE_STREAM]))
         now = max(now, *[clock for count, clock in done if count <= launched - ahead][-1:], 0.0)
-        if kind == KERNEL and stream != COMPUTE_STREAM:
+        if kind == Kind.KERNEL and stream != COMPUTE_STREAM:
             starts.append(max(clocks[stream], now + latency))
             clocks[stream] = ends[event] = starts[-1] + kernel_s[event] + costs.launch_s
-        elif kind == COLLECTIVE:
+        elif kind == Kind.COLLECTIVE:
             starts.append(max(clocks[stream], now + latency, free))
             free = ends[event] = (
                 starts[-1] + costs.collectives("all_reduce", float(program.nbytes[event]), [[0, 1]])[0]
             )
-        elif kind == WAIT:
+        elif kind == Kind.WAIT:
             clocks[stream] = max(clocks[stream], ends[partner])
             starts.append(clocks[stream])
-        elif kind == RECORD:
+        elif kind == Kind.RECORD:
             ends[event] = clocks[stream]
             starts.append(clocks[stream])
     return starts, max([now, *clocks.values(), *ends.values()], default=0.0)
@@ -565,7 +557,7 @@ def test_any_program_as_a_loop_over_its_events_has_it(
         found = timed([program], [[0, 1]], on)
     starts, end = event_by_event(program, on)
     assert found.step_time_s == pytest.approx(end, rel=1e-12)
-    loud = [i for i, kind in enumerate(program.kind) if kind in (KERNEL, COLLECTIVE)]
+    loud = [i for i, kind in enumerate(program.kind) if kind in (Kind.KERNEL, Kind.COLLECTIVE)]
     seen = [e.start_s for e in found.events(1) if not e.name.startswith("wait for")]
     assert seen == pytest.approx([starts[i] for i in loud], rel=1e-12)
     parts = found.breakdown_of(0)

@@ -19,18 +19,7 @@ from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.measure.simulator.program import (
-    ATTENTION,
-    COLLECTIVE,
-    KERNEL,
-    MATMUL,
-    RECV,
-    SEND,
-    WAIT,
-    Flops,
-    Group,
-    Program,
-)
+from spbench.bench.measure.simulator.program import Category, Flops, Group, Kind, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.trace.recorder import Recorder
@@ -56,7 +45,7 @@ def kernels(program: Program) -> list[tuple[str, float, float]]:
     """(name, FLOPs, bytes) of each kernel."""
     return [
         (program.names[program.name[i]], program.flops[i], program.nbytes[i])
-        for i in np.flatnonzero(program.kind == KERNEL)
+        for i in np.flatnonzero(program.kind == Kind.KERNEL)
     ]
 
 
@@ -75,7 +64,7 @@ def test_matrix_products_have_shapes_flops_and_bytes() -> None:
     ]
     assert program.shape.tolist() == [[3, 4, 6, 5], [3, 4, 6, 5], [1, 4, 6, 5]]
     assert program.precision.tolist() == [0, 0, 2]
-    assert set(program.category) == {MATMUL}
+    assert set(program.category) == {Category.MATMUL}
 
 
 def test_blocks_of_wider_matrices_are_counted() -> None:
@@ -86,7 +75,7 @@ def test_blocks_of_wider_matrices_are_counted() -> None:
         torch.bmm(q, k.transpose(1, 2))
 
     program = written(body)
-    assert program.strided[program.kind == KERNEL].tolist() == [2 * 3 * 4, 0]
+    assert program.strided[program.kind == Kind.KERNEL].tolist() == [2 * 3 * 4, 0]
 
 
 def test_views_and_empty_tensors_cost_nothing() -> None:
@@ -126,12 +115,12 @@ def test_attention_kernels_are_told_apart() -> None:
     program = written(body)
     names = [name for name, _, _ in kernels(program)]
     assert names == ["masked_softmax", "_scaled_dot_product_flash_attention_for_cpu"]
-    assert program.category.tolist() == [ATTENTION, ATTENTION]
+    assert program.category.tolist() == [Category.ATTENTION, Category.ATTENTION]
     assert program.flops.tolist() == [0, 2 * 2 * (8 * 8 * 4) * 2]
 
 
 def kinds(program: Program) -> list[int]:
-    return program.kind[program.kind != KERNEL].tolist()
+    return program.kind[program.kind != Kind.KERNEL].tolist()
 
 
 def test_waits_stand_where_the_code_waits() -> None:
@@ -143,8 +132,8 @@ def test_waits_stand_where_the_code_waits() -> None:
         work.wait()
 
     program = written(body)
-    events = [int(k) for k in program.kind if k != KERNEL]
-    assert events == [COLLECTIVE, WAIT, COLLECTIVE, WAIT]
+    events = [int(k) for k in program.kind if k != Kind.KERNEL]
+    assert events == [Kind.COLLECTIVE, Kind.WAIT, Kind.COLLECTIVE, Kind.WAIT]
     order = [program.names[n] for n in program.name]
     assert order == ["ones", "all_reduce", "wait", "all_reduce", "add", "wait"]
     assert program.partner[-1] == 3
@@ -160,10 +149,10 @@ def test_transfers_are_kept_relative() -> None:
         dist.send(x, 3)
 
     program = written(body, rank=2)
-    assert kinds(program) == [SEND, RECV, WAIT, WAIT, SEND, WAIT]
-    posts = program.partner[(program.kind == SEND) | (program.kind == RECV)]
+    assert kinds(program) == [Kind.SEND, Kind.RECV, Kind.WAIT, Kind.WAIT, Kind.SEND, Kind.WAIT]
+    posts = program.partner[(program.kind == Kind.SEND) | (program.kind == Kind.RECV)]
     assert [program.peers[p] for p in posts] == [(1, 0, 0, 0, 0), (3, 0, 0, 0, 0), (1, 0, 0, 0, 0)]
-    assert program.nbytes[program.kind == SEND].tolist() == [24, 24]
+    assert program.nbytes[program.kind == Kind.SEND].tolist() == [24, 24]
 
 
 @pytest.mark.parametrize("rank", [0, 5])
@@ -183,7 +172,7 @@ def test_groups_are_kept_by_axis(rank: int) -> None:
     assert [g.axes for g in program.groups] == [(0,), (1,)]
     assert program.groups[0].members(6, program.mesh) == (2, 6)
     assert program.groups[1].members(6, program.mesh) == (4, 5, 6, 7)
-    assert program.nbytes[program.kind == COLLECTIVE].tolist() == [24, 48]
+    assert program.nbytes[program.kind == Kind.COLLECTIVE].tolist() == [24, 48]
 
 
 @pytest.mark.parametrize(
@@ -197,11 +186,13 @@ def test_a_step_agrees_with_the_other_meters(strategy: str, sizes: Sizes) -> Non
     posted = {"send": 0, "recv": 0, "all_reduce": 0}
     for operation, count in trace.communication.counts.items():
         posted[operation.collective] += count * operation.payload_bytes
-    for name, kind in (("send", SEND), ("recv", RECV), ("all_reduce", COLLECTIVE)):
+    for name, kind in (("send", Kind.SEND), ("recv", Kind.RECV), ("all_reduce", Kind.COLLECTIVE)):
         assert program.nbytes[program.kind == kind].sum() == posted[name]
     assert [name for name, _ in program.marks] == ["forward", "backward", "gradient_sync", "optimizer"]
     # every communication of these strategies is waited for at once
-    assert (program.kind == WAIT).sum() == np.isin(program.kind, (SEND, RECV, COLLECTIVE)).sum()
+    assert (program.kind == Kind.WAIT).sum() == np.isin(
+        program.kind, (Kind.SEND, Kind.RECV, Kind.COLLECTIVE)
+    ).sum()
 
 
 def test_flops_are_those_of_torchs_own_counter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +236,9 @@ def test_copies_into_a_part_of_a_buffer_move_that_part_alone() -> None:
 
 def test_kernels_are_told_apart_by_their_kind() -> None:
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("mm", flops=2, category=MATMUL)
-    b.kernel("flash", flops=3, category=ATTENTION)
-    b.kernel("softmax", nbytes=5, category=ATTENTION)  # computes nothing: it moves scores
+    b.kernel("mm", flops=2, category=Category.MATMUL)
+    b.kernel("flash", flops=3, category=Category.ATTENTION)
+    b.kernel("softmax", nbytes=5, category=Category.ATTENTION)  # computes nothing: it moves scores
     b.kernel("add", nbytes=7)
     b.on_stream(1)
     b.kernel("copy", nbytes=11)
@@ -264,8 +255,8 @@ def test_kernels_are_told_apart_by_their_kind() -> None:
 
 def test_a_charge_for_blocks_is_a_part_of_products() -> None:
     b = ProgramBuilder((1, 1, 1, 1))
-    b.kernel("mm", flops=2, strided=3, category=MATMUL)
-    b.kernel("mm", flops=5, category=MATMUL)
+    b.kernel("mm", flops=2, strided=3, category=Category.MATMUL)
+    b.kernel("mm", flops=5, category=Category.MATMUL)
     found = timed([b.program()], [[0]], strided_element_s=0.5)
     assert (found.parts["matmul_s"], found.parts["in_blocks_s"]) == (8.5, 1.5)
 
@@ -324,11 +315,11 @@ def test_waits_for_another_stream_are_across_nodes_while_it_sends_there() -> Non
 
 def test_flops_are_told_apart_by_phase_and_kind() -> None:
     b = ProgramBuilder((1, 1, 1, 2))
-    b.kernel("outside", flops=100, category=MATMUL)
+    b.kernel("outside", flops=100, category=Category.MATMUL)
     for phase in ("forward", "backward", "forward"):
         b.phase(phase)
-        b.kernel("mm", flops=2, category=MATMUL)
-        b.kernel("flash", flops=3, category=ATTENTION)
+        b.kernel("mm", flops=2, category=Category.MATMUL)
+        b.kernel("flash", flops=3, category=Category.ATTENTION)
         b.kernel("add", flops=50)
         b.wait(b.collective("all_reduce", 1, everyone(2)))
     assert timed([b.program()], [range(2)]).flops == Flops(

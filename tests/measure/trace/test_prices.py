@@ -18,7 +18,7 @@ from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.traces import from_bytes, to_bytes, trace_key
 from spbench.bench.measure.engines.tracing import fake_mesh
-from spbench.bench.measure.simulator.program import ATTENTION, MATMUL
+from spbench.bench.measure.simulator.program import Category
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.operator_prices import _softmax_shape, price_of
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
@@ -75,16 +75,16 @@ def test_attention_to_chosen_keys_has_the_shape_of_its_chosen_keys() -> None:
     forward, backward = torch.ops.spbench.sparse_attention, torch.ops.spbench.sparse_attention_backward
     o, lse = q[..., :512], q[..., 0]
     category, _, flops, _, shape, *_ = price_of(forward.default).of((q, rows, chosen, 0.1, 512), {}, (o, lse))
-    assert (category, shape) == (ATTENTION, (128, 8, 2048, 544))
+    assert (category, shape) == (Category.ATTENTION, (128, 8, 2048, 544))
     assert flops == 2 * 8 * 128 * 2048 * (576 + 512)
     arguments = o, q, rows, chosen, o, lse, 0.1, 512
     category, _, flops, _, shape, *_ = price_of(backward.default).of(arguments, {}, (q, rows))
-    assert (category, shape) == (ATTENTION, (128, 8, 2048, 550))
+    assert (category, shape) == (Category.ATTENTION, (128, 8, 2048, 550))
     assert flops == 2 * 8 * 128 * 2048 * (3 * 576 + 2 * 512)
     scored = q[:, :, :64, :128], rows[..., :128], q[:, :, :64, 0], torch.empty(8, 2, device="meta")
     scores = torch.empty(1, 8, 4096, device="meta")
     category, _, flops, *_ = price_of(torch.ops.spbench.index_scores.default).of(scored, {}, scores)
-    assert (category, flops) == (MATMUL, 2 * 8 * 64 * 4096 * (128 + 1))
+    assert (category, flops) == (Category.MATMUL, 2 * 8 * 64 * 4096 * (128 + 1))
 
 
 def test_the_row_says_so_and_a_kept_trace_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_a_price_is_known_by_table_formula_or_tag(operator: torch._ops.OpOverloa
 def test_torchs_grouped_matmul_is_priced_by_its_rows() -> None:
     rows, weights, y = (torch.empty(*shape, device="meta") for shape in ((64, 16), (4, 16, 32), (64, 32)))
     category, _, flops, *_ = price_of(torch.ops.aten._grouped_mm.default).of((rows, weights), {}, y)
-    assert (category, flops) == (MATMUL, 2 * 64 * 16 * 32)
+    assert (category, flops) == (Category.MATMUL, 2 * 64 * 16 * 32)
 
 
 def test_rows_on_their_way_take_no_time_of_their_own() -> None:

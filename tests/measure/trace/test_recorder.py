@@ -26,7 +26,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.simulator.program import COLLECTIVE, HOST_WORK, WAIT, Program
+from spbench.bench.measure.simulator.program import HOST_WORK, Kind, Program
 from spbench.bench.measure.trace import recorder
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import Call, CommunicationMeter, Meter, Operation, as_number
@@ -441,9 +441,9 @@ def test_the_wait_for_a_functional_collective_is_in_the_program(mesh: DeviceMesh
         del product
         torch.ops._c10d_functional.wait_tensor(summed)
     program = recorder.events.program()
-    kinds = [kind for kind in program.kind.tolist() if kind in (COLLECTIVE, WAIT)]
-    assert kinds == [COLLECTIVE, WAIT]
-    posted, waited = (int(np.flatnonzero(program.kind == kind)[0]) for kind in (COLLECTIVE, WAIT))
+    kinds = [kind for kind in program.kind.tolist() if kind in (Kind.COLLECTIVE, Kind.WAIT)]
+    assert kinds == [Kind.COLLECTIVE, Kind.WAIT]
+    posted, waited = (int(np.flatnonzero(program.kind == kind)[0]) for kind in (Kind.COLLECTIVE, Kind.WAIT))
     assert program.partner[waited] == posted
     assert "mm" in [program.names[n] for n in program.name[posted:waited]]
 

@@ -11,7 +11,7 @@ import torch
 
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.simulator.program import MATMUL, MEMORY_BOUND
+from spbench.bench.measure.simulator.program import Category
 from spbench.bench.tools.calibrate import operator_times as clocked
 from spbench.bench.tools.calibrate.collective_rates import SEND, bus_factor
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
@@ -33,9 +33,9 @@ from spbench.bench.tools.calibrate.operator_times import (
     points_of,
 )
 
-_GELU = ("gelu", MEMORY_BOUND, 800, 0, 2, (0, 0, 0, 0), (400,))
-_MM = ("mm", MATMUL, 300, 2_000, 2, (1, 10, 10, 10), (100,))
-_SCALAR = ("mul", MEMORY_BOUND, 0, 0, 2, (0, 0, 0, 0), (0,))
+_GELU = ("gelu", Category.MEMORY_BOUND, 800, 0, 2, (0, 0, 0, 0), (400,))
+_MM = ("mm", Category.MATMUL, 300, 2_000, 2, (1, 10, 10, 10), (100,))
+_SCALAR = ("mul", Category.MEMORY_BOUND, 0, 0, 2, (0, 0, 0, 0), (0,))
 
 
 def operator(name: str, nbytes: int, seconds: float) -> RatePoint:
