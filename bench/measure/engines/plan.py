@@ -15,14 +15,7 @@ from spbench import impls
 from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.clusters.card_kernels import cannot_run
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines import cell_schedule
-from spbench.bench.measure.engines.unlike_ranks import (
-    expert_rows,
-    fullest_rank,
-    loads_along,
-    marked_axis,
-    roles_by_load,
-)
+from spbench.bench.measure.engines import cell_schedule, unlike_ranks
 from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
 
 
@@ -51,11 +44,13 @@ def rank_classes(cell: Cell) -> list[RankClass]:
     :meth:`Strategy.roles` and by work, except on an axis where one rank's step contains the work of all ranks
     (:func:`marked_axis`). The first class of a stage sends most. The first rank of a class has the experts
     with most tokens (:func:`fullest_rank`), or updates most weights if ranks share out whole weights."""
-    sizes, strategy, marked = cell.mesh_sizes, impls.nesting(cell.strategy), marked_axis(cell)
-    along_axes, rows = [], expert_rows(cell)
+    sizes, strategy, marked = cell.mesh_sizes, impls.nesting(cell.strategy), unlike_ranks.marked_axis(cell)
+    along_axes, rows = [], unlike_ranks.expert_rows(cell)
     for axis in strategy.axes:
         sets = strategy.roles(axis, sizes[axis])
-        along_axes.append(sets if axis == marked else roles_by_load(sets, loads_along(cell, axis)))
+        along_axes.append(
+            sets if axis == marked else unlike_ranks.roles_by_load(sets, unlike_ranks.loads_along(cell, axis))
+        )
     classes = []
     for stage in range(sizes["pp"]):
         for roles in itertools.product(*along_axes):
@@ -63,7 +58,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
             first = {axis: coordinates[0] for axis, coordinates in members.items()}
             ranks = [*impls.global_ranks(sizes, {"pp": [stage], **members})]
             if rows is not None:
-                fullest = fullest_rank(cell, ranks, rows, marked)
+                fullest = unlike_ranks.fullest_rank(cell, ranks, rows, marked)
                 ranks.insert(0, ranks.pop(ranks.index(fullest)))
                 first = {axis: impls.Place.of_rank(sizes, fullest).coordinates[axis] for axis in first}
             elif shares_whole_weights(cell):
@@ -206,7 +201,7 @@ def plan(cell: Cell) -> Plan:
         return plan_of_step(cell, [[rank] for rank in range(cell.sizes.world)])
     classes = cell_schedule.with_mends(check_sizes, cell)
     traffic = [closed_form(cell, each.first) for each in classes]
-    uneven = expert_rows(cell) is not None or shares_whole_weights(cell)
+    uneven = unlike_ranks.expert_rows(cell) is not None or shares_whole_weights(cell)
     return Plan(classes, traffic, cell.mesh_sizes, cell if uneven else None)
 
 

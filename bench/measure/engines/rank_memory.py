@@ -21,9 +21,8 @@ from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, max_split_size_mb
+from spbench.bench.units import GIB
 from spbench.impls import Place, all_backends
-
-_GIB = 2**30
 
 
 def host_peaks(log: MemoryLog) -> list[int]:
@@ -82,8 +81,8 @@ def limit_by_host(
         ranks, fullest = int((nodes == node).sum()), int(held[nodes == node].max())
         measurement.status = "oom"
         measurement.reason = (
-            f"the host of a node has {total / _GIB:.1f} GiB of memory, and its {ranks} ranks hold "
-            f"{sums[node] / _GIB:.1f} GiB there, up to {fullest / _GIB:.2f} GiB each: what waits on the "
+            f"the host of a node has {total / GIB:.1f} GiB of memory, and its {ranks} ranks hold "
+            f"{sums[node] / GIB:.1f} GiB there, up to {fullest / GIB:.2f} GiB each: what waits on the "
             "host does not fit, though the devices have room"
         )
     return measurement
@@ -102,10 +101,6 @@ def host_is_full(measurement: Measurement, cell: Cell) -> bool:
     """Whether the ranks of a node hold more bytes in its host memory than the cluster's file gives."""
     total = load_cluster(cell.cluster).host_memory.total_bytes.value
     return total is not None and (measurement.node_host_memory_bytes or 0) > total
-
-
-#: categories of tensors that are kept from step to step
-_STATES = ("parameters", "gradients", "optimizer_state")
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:
@@ -249,15 +244,15 @@ def needs(memory: RankMemory, cell: Cell) -> str:
     """A line that says how many GiB a rank that does not fit would need, and which settings need less."""
     peak = memory.peak
     if memory.failure is not None and memory.failure.steps_fit:
-        steps, setup = (each.nbytes / 2**30 for each in (peak, memory.setup))
+        steps, setup = (each.nbytes / GIB for each in (peak, memory.setup))
         words = f"the steps fit at {steps:.1f} GiB, set-up does not: {setup:.1f} GiB"
         if cell.sizes.pp > 1:
             return words
         return (
             f"{words}; initialise on the meta device, as the backends zero2 and zero3 do (initialize: meta)"
         )
-    words = f"the step needs {peak.nbytes / 2**30:.1f} GiB at its peak"
-    if sum(peak.held.get(name, 0) for name in _STATES) > peak.nbytes / 2:
+    words = f"the step needs {peak.nbytes / GIB:.1f} GiB at its peak"
+    if sum(peak.held.get(name, 0) for name in MemoryLog.STATES) > peak.nbytes / 2:
         return f"{words}, most of it for model states, {_fewer_states(cell)}"
     if peak.held.get("activations", 0) > peak.nbytes / 2:
         return f"{words}, most of it for activations, of which recomputation keeps fewer"

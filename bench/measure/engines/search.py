@@ -23,17 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import tracing, virtual
+from spbench.bench.measure.engines import rank_memory, tracing, virtual
 from spbench.bench.measure.engines.class_traces import ClassTraces
 from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.engine import Candidates, Engine
 from spbench.bench.measure.engines.plan import rank_classes
-from spbench.bench.measure.engines.rank_memory import (
-    allocator_of,
-    host_peaks,
-    part_of_host,
-    usable_memory_bytes,
-)
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.memory.allocator import replay
@@ -101,12 +95,12 @@ class Guesses:
 
     def _need(self, card: MemoryLog, host: MemoryLog) -> float:
         on_card = np.cumsum(card.signed_bytes())[card.step_start :].max() / self._capacity
-        return max(on_card, part_of_host(self._cell, host_peaks(host)[-1]))
+        return max(on_card, rank_memory.part_of_host(self._cell, rank_memory.host_peaks(host)[-1]))
 
     def served(self, size: int) -> bool:
         """Whether the card's caching allocator has room for all requests of the step at a size."""
         if size not in self._served:
-            log, kind = self.memories(size)[0], allocator_of(self._cell)
+            log, kind = self.memories(size)[0], rank_memory.allocator_of(self._cell)
             replayed = replay(log.sizes, log.events, self._capacity, (), log.streams, kind)
             self._served[size] = replayed.out_of_memory is None
         return self._served[size]
@@ -249,7 +243,7 @@ class Boundary:
 def largest_that_fits(cell: Cell) -> Measurement:
     """The answer of :func:`search` on virtual ranks; a cluster without a memory limit is Unsupported."""
     candidates = Candidates(cell)
-    capacity = usable_memory_bytes(cell.at(candidates.values[0]))
+    capacity = rank_memory.usable_memory_bytes(cell.at(candidates.values[0]))
     if capacity is None:
         raise Unsupported(f"cluster {cell.cluster} has no memory limit", "name one that has")
     boundary = Boundary(candidates, capacity)

@@ -31,15 +31,9 @@ from spbench.bench.measure.engines.setup import record_step, workspace_bytes
 from spbench.bench.measure.engines.traces import Trace, kept_trace
 from spbench.bench.measure.engines.turn_parts import program_of, put_together
 from spbench.bench.measure.processes.starting import MEET, environment_with
+from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.meter import meter_classes
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
-from spbench.bench.measure.trace.torch_internals import (
-    FakeStore,
-    FakeTensorMode,
-    check_internals,
-    disable_fake_tensor_cache,
-    too_large_unsupported,
-)
 from spbench.impls import Turns, Unsupported, backend_class, device_mesh, whole_mesh
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
@@ -88,7 +82,7 @@ def fake_mesh(
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
     ranks = prod(whole_mesh(sizes).values())
     with environment_with({MEET: "0"}):  # nobody else comes to the store
-        dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())
+        dist.init_process_group(backend, rank=rank, world_size=ranks, store=torch_internals.FakeStore())
         try:
             yield device_mesh(sizes, device)
         finally:
@@ -159,18 +153,19 @@ def _kept(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Tr
 
 
 def _traced(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> Trace:
-    check_internals()
+    torch_internals.check_internals()
     further = meter_classes(cell.meters)
     with fake_mesh(cell.mesh_sizes, rank) as mesh, torch.random.fork_rng(devices=[]), no_cyclic_collection():
-        mode = FakeTensorMode()
+        mode = torch_internals.FakeTensorMode()
         recorder: Recorder
         cache: AbstractContextManager[None]
         if further or takes_plain_path():
             recorder, cache = Recorder(mesh, events=events, further=further), nullcontext()
         else:
             # the recorder's memory answers before the mode's own cache, which would only cost time
-            recorder, cache = FastRecorder(mode, mesh, events=events), disable_fake_tensor_cache(mode)
-        with mode, recorder, cache, too_large_unsupported():
+            recorder = FastRecorder(mode, mesh, events=events)
+            cache = torch_internals.disable_fake_tensor_cache(mode)
+        with mode, recorder, cache, torch_internals.too_large_unsupported():
             record_step(cell, mesh, recorder, turns=turns)
         return Trace.of(cell, rank, recorder)
 

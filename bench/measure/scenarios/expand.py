@@ -18,16 +18,7 @@ from spbench.bench.cell import OWN_STEP, Cell, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.engine import engine_class
-from spbench.bench.measure.scenarios.choices import (
-    NAMES,
-    cell_names,
-    names,
-    option_mistakes,
-    step_mistakes,
-    strategy_problem,
-    unknown,
-    with_step,
-)
+from spbench.bench.measure.scenarios import choices
 from spbench.bench.setting_values import DOCUMENTS, names_a_file, read_model_file, with_documents
 from spbench.bench.yaml_files import dotted, first_problem, merge
 from spbench.impls import unused_axes
@@ -36,7 +27,7 @@ Path_ = tuple[str, ...]
 
 
 _PARTLY_HEEDED, _OF_PIPELINES, _NOT_LEARNING = (
-    NAMES[kind] for kind in ("partly_heeded", "of_pipelines", "not_learning")
+    choices.NAMES[kind] for kind in ("partly_heeded", "of_pipelines", "not_learning")
 )
 _DEFAULTS = Cell(model="", strategy="", batch=1, seq_len=1)
 
@@ -146,7 +137,7 @@ def expand(
             layers.insert(0, (("variants", variant), variants[variant]))
         merged: dict[str, Any] = {}
         for place, layer in reversed(layers):
-            for key, instead in NAMES["set_otherwise"].items():
+            for key, instead in choices.NAMES["set_otherwise"].items():
                 if key in layer:
                     raise Problem([*place, key], f"unknown key; {instead}")
             merged = merge(merged, layer)
@@ -256,10 +247,10 @@ def _with_file(
     becomes a model."""
     value = content.get(key)
     if key == "step" and value is not None:
-        return with_step(content, folder)
+        return choices.with_step(content, folder)
     if key == "step" or not isinstance(value, str) or content.get("strategy") == OWN_STEP:
         return content
-    name, *others = cell_names(key, value, folder)
+    name, *others = choices.cell_names(key, value, folder)
     if others:
         raise UserError(f"{value} has several: {', '.join([name, *others])}; write {value}:{name}")
     if key == "model" and names_a_file(name):
@@ -280,16 +271,16 @@ def impossible(cell: Cell) -> Iterator[tuple[Path_, str]]:
     ]
     for path, kind, wanted in named:
         for name in wanted:
-            if name not in names(kind):
-                yield path, unknown(kind, name, names(kind))
-    if not own and (problem := strategy_problem(cell.strategy)):
+            if name not in choices.names(kind):
+                yield path, choices.unknown(kind, name, choices.names(kind))
+    if not own and (problem := choices.strategy_problem(cell.strategy)):
         yield ("strategy",), problem
     try:
         load_cluster(cell.cluster)
     except UserError as error:
         yield ("cluster",), str(error)
     if own:
-        yield from step_mistakes(cell)
+        yield from choices.step_mistakes(cell)
         return
     axes = strategy_axes(cell.strategy)
     for axis in unused_axes(axes, cell.sizes.by_axis):
@@ -311,5 +302,5 @@ def impossible(cell: Cell) -> Iterator[tuple[Path_, str]]:
         ("training", cell.training.backend, dict(cell.training.backend_options)),
     ):
         config = cell.model_config_json if section == "model_options" else None
-        for below, message in option_mistakes(section, name, options, config) if options else ():
+        for below, message in choices.option_mistakes(section, name, options, config) if options else ():
             yield (section, *below), message

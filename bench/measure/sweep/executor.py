@@ -24,13 +24,7 @@ from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.run_cell import Run
 from spbench.bench.measure.processes.stacks import AGENTS, STACKS_FOLDER
-from spbench.bench.measure.sweep.dask_task import (
-    Installation,
-    OtherInstallation,
-    SweepOnDask,
-    end_idle_workers,
-    run_cell_here,
-)
+from spbench.bench.measure.sweep import dask_task
 from spbench.bench.measurement import Outcome
 from spbench.bench.yaml_text import dump
 
@@ -90,7 +84,7 @@ class Executor:
         self.running: dict[Future, Cell] = {}
         self._has_workers = True
         self.identity = uuid.uuid4().hex
-        self.installation = Installation.here()
+        self.installation = dask_task.Installation.here()
         self.client = _connected(address)
         try:
             self._check_workers()
@@ -107,8 +101,8 @@ class Executor:
                 f"the Dask scheduler at {self.address} has no workers; start some, by: "
                 f"dask worker {self.address} --nworkers auto --nthreads 1"
             ) from None
-        for worker, answer in self.client.run(Installation.here, on_error="return").items():
-            if isinstance(answer, Installation):
+        for worker, answer in self.client.run(dask_task.Installation.here, on_error="return").items():
+            if isinstance(answer, dask_task.Installation):
                 problem = self.installation.difference(answer)
             else:
                 # Dask puts an error that it cannot pass on into a plain Exception
@@ -141,7 +135,7 @@ class Executor:
         Raises:
             UserError: the machines cannot go on; earlier outcomes stay valid.
         """
-        sweep = SweepOnDask(self.identity, pickle.dumps(run), _environment(), self.installation)
+        sweep = dask_task.SweepOnDask(self.identity, pickle.dumps(run), _environment(), self.installation)
         waiting = deque(cells)
         ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         while waiting or self.running:
@@ -153,7 +147,7 @@ class Executor:
                 # not pure: a cell that was sent before is a new task
                 cluster = load_cluster(cell.cluster)  # as its file is now
                 sent = sweep, cell, cluster.name, dump(cluster.content)
-                future = self.client.submit(run_cell_here, *sent, pure=False)
+                future = self.client.submit(dask_task.run_cell_here, *sent, pure=False)
                 self.running[future] = cell
                 future.add_done_callback(ended.put)
             with suppress(queue.Empty):
@@ -170,7 +164,7 @@ class Executor:
         match error:
             case None:
                 return future.result()
-            case OtherInstallation():
+            case dask_task.OtherInstallation():
                 raise UserError(f"a Dask worker {error}; the same command goes on")
             case KilledWorker():
                 return Outcome(
@@ -194,7 +188,7 @@ class Executor:
     def __exit__(self, *error: object) -> None:
         with suppress(Exception):  # the scheduler may be gone
             self.client.cancel(list(self.running))
-            self.client.run(end_idle_workers, self.identity, on_error="ignore")
+            self.client.run(dask_task.end_idle_workers, self.identity, on_error="ignore")
         with suppress(Exception):
             self.client.close(timeout=_FAREWELL_S)
 

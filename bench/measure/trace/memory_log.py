@@ -38,11 +38,9 @@ class MemoryLog:
             :class:`Streams`); empty: all storages are of the compute stream.
     """
 
-    #: the categories of memory, by the tensors that a storage holds
-    CATEGORIES = (
-        *("parameters", "gradients", "optimizer_state", "inputs", "activations"),
-        *("communication_buffers", "workspaces", "temporaries"),
-    )
+    #: the categories of tensors that are kept from step to step, and of all
+    STATES = ("parameters", "gradients", "optimizer_state")
+    CATEGORIES = (*STATES, "inputs", "activations", "communication_buffers", "workspaces", "temporaries")
 
     sizes: list[int] = field(default_factory=list)
     events: list[int] = field(default_factory=list)

@@ -36,8 +36,6 @@ _EVERY = 16
 #: under this name the meters of small looks have ``bytes``: the most bytes during forward and backward that
 #: are no states of training (tensors made during the optimizer's update do not count)
 ACTIVATIONS = "activations"
-#: categories of memory that are states of training
-STATES = ("parameters", "gradients", "optimizer_state")
 
 
 def step_of(traces: measure.ClassTraces) -> measure.StepNumbers:
@@ -264,7 +262,7 @@ def _alike(shallow: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
 
 def _activation_bytes(log: measure.MemoryLog) -> int:
     """The most bytes during forward and backward that are no states of training; see :data:`ACTIVATIONS`."""
-    counted = np.array([category not in STATES for category in log.categories()])
+    counted = np.array([category not in measure.MemoryLog.STATES for category in log.categories()])
     live = np.cumsum(log.signed_bytes() * counted[np.abs(np.asarray(log.events)) - 1])
     spans = (span for name, span in log.spans() if name in ("forward", "backward"))
     return max((int(live[span].max(initial=0)) for span in spans), default=0)

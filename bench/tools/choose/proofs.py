@@ -19,7 +19,7 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure import written
+from spbench.bench.measure import MemoryLog, written
 from spbench.bench.tools.choose import suggestions
 from spbench.bench.tools.choose.anatomy import peaks_by_phase
 from spbench.bench.tools.choose.asking import Asking, Run, Say, Task, unheard, within
@@ -32,8 +32,6 @@ _SINGLE = 0.7
 MOST, ENOUGH = 10, 3
 #: the most pairs of changes that are traced
 MOST_PAIRS = 12
-#: kinds of memory that no switch of the model makes smaller
-_STATES = ("parameters", "gradients", "optimizer_state")
 #: the settings of several switches of recomputation, which are united
 _UNITED = {suggestions.MODULES, suggestions.RECOMPUTE}
 #: the settings of recomputation of all layers
@@ -132,8 +130,8 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
         return len(tried.verdicts) - several
 
     usable = before.measurement["usable_memory_bytes"]
-    # states of training, which a change that is only of the model leaves as they are
-    states = sum(before.anatomy.held.get(kind, 0) for kind in _STATES)
+    # states of training, which no change that is only of the model makes smaller
+    states = sum(before.anatomy.held.get(kind, 0) for kind in MemoryLog.STATES)
     may_fit = [change for change in changes if states <= usable or not change.of_model]
     singles, pairs_tried = run(may_fit, most, within(say, 0, _SINGLE)), 0
     alone = [change for each in fitting() if (change := each.change) and not change.other_job]

@@ -11,10 +11,10 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure import backend_options, model_parameters, plan
+from spbench.bench.measure import MemoryLog, backend_options, model_parameters, plan
 from spbench.bench.tools.choose.asking import Asking
 from spbench.bench.tools.choose.layouts import backend_settings
-from spbench.bench.tools.choose.look import ACTIVATIONS, STATES, looks
+from spbench.bench.tools.choose.look import ACTIVATIONS, looks
 from spbench.bench.tools.choose.question import Question
 from spbench.impls import PRECISIONS, BytesInBackward, Stage, Unsupported, backend_class, model_preset
 
@@ -220,7 +220,7 @@ def _backend(cell: Cell, fewest: Mapping[str, Any], most: Mapping[str, Any]) -> 
     """The figures of the backend of a cell, from measurements on both numbers of replicas."""
     elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states
     held = (measurement["peak_held"] for measurement in (fewest, most))
-    few_bytes, many_bytes = (sum(float(at.get(name, 0)) for name in STATES) / elements for at in held)
+    few_bytes, many_bytes = (sum(at.get(name, 0) for name in MemoryLog.STATES) / elements for at in held)
     # bytes = whole + shared / replicas, at both numbers of replicas
     a, b = _REPLICAS
     shared = max(0.0, (few_bytes - many_bytes) / (1 / a - 1 / b))
