@@ -10,15 +10,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
+from spbench.bench.measure.engines.run_cell import Run, measure
 from spbench.bench.measurement import Outcome
 
 
@@ -148,28 +147,18 @@ def _of_session(leader: int) -> list[int]:
 
 
 class CrewHere:
-    """In place of :class:`Crew`: gives a cell its outcome when that is asked for."""
+    """In place of :class:`Crew`: runs each cell in this process when its outcome is asked for."""
 
-    def __init__(self, run: Run = run_cell):
-        self.run = run
-        self.given: list[tuple[Cell, Run]] = []
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.given)
-
-    def idle(self, at_most: int) -> Any:
-        return None if self.given else self
-
-    def give(self, cell: Cell, run: Run) -> None:
-        self.given.append((cell, run))
-
-    def ended(self) -> list[tuple[Cell, Outcome]]:
-        cell, run = self.given.pop()
-        return [(cell, measure(run, cell))]
+    def outcomes(
+        self, tasks: Iterable[tuple[Cell, Run]], at_once: int, *, enough: Callable[[], bool]
+    ) -> Iterator[tuple[Cell, Outcome]]:
+        for cell, run in tasks:
+            if enough():
+                return
+            yield cell, measure(run, cell)
 
     def dismiss(self) -> None:
-        self.given.clear()
+        pass
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")

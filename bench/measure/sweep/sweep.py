@@ -208,13 +208,13 @@ def sweep(
     refused = unproven(todo, say=say)
     measured = [cell for cell in todo if unverified or cell.key not in refused]
     spread, together, alone = ([], [], []) if jobs == 0 else _by_place(measured, executor)
-    own = Crew(run) if crew is None else crew
+    own = crew or Crew()
     try:
         for cell, outcome in chain(
             _refusals(todo, {} if unverified else refused, on_start),
             executor.outcomes(spread, run, on_start) if executor else (),
-            _outcomes(together, jobs or usable_cores(), own, on_start),
-            _outcomes(alone, 1, own, on_start),
+            own.outcomes([(cell, run) for cell in together], jobs or usable_cores(), on_start),
+            own.outcomes([(cell, run) for cell in alone], 1, on_start),
             ((cell, measure(run, cell)) for cell in (measured if jobs == 0 else ())),
         ):
             row = as_row(cell, marked(outcome, refused.get(cell.key)), made_by[cell.key], project)
@@ -251,18 +251,6 @@ def _refusals(
         if cell.key in refused:
             on_start(cell)
             yield cell, refused[cell.key]
-
-
-def _outcomes(
-    cells: list[Cell], jobs: int, crew: Crew, on_start: Callable[[Cell], None]
-) -> Iterator[tuple[Cell, Outcome]]:
-    """Run cells on a crew, at most ``jobs`` at a time; yield each with its outcome as it ends."""
-    waiting = list(reversed(cells))
-    while waiting or crew.busy:
-        while waiting and (worker := crew.idle(jobs)) is not None:
-            on_start(waiting[-1])
-            worker.give(waiting.pop(), crew.run)
-        yield from crew.ended()
 
 
 def as_row(

@@ -14,7 +14,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -23,14 +24,9 @@ from typing import Self
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engine_class
-from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
+from spbench.bench.measure.engines.run_cell import Run, measure
+from spbench.bench.measure.processes import stacks
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
-from spbench.bench.measure.processes.stacks import (
-    NO_END,
-    STACKS_FOLDER,
-    write_stacks_on_signal,
-    written_stacks,
-)
 from spbench.bench.measurement import Outcome, shortened
 
 #: seconds that a worker has to end its own processes before it is killed
@@ -119,12 +115,12 @@ class Worker(Child):
     def _timed_out(self) -> Outcome:
         assert self.cell is not None
         assert self.cell.timeout_s is not None
-        reason = f"{NO_END} {self.cell.timeout_s:g} s"
+        reason = f"{stacks.NO_END} {self.cell.timeout_s:g} s"
         if not self.begun:
             reason = f"its worker did not start within {START_LIMIT_S:g} s"
         outcome = self._with_log(Outcome("timeout", reason, elapsed_s=self.cell.timeout_s))
         self.signal(signal.SIGUSR1)
-        return replace(outcome, log=outcome.log + written_stacks(self.folder / _STACKS))
+        return replace(outcome, log=outcome.log + stacks.written_stacks(self.folder / _STACKS))
 
     def end(self, grace_s: float = GRACE_S) -> None:
         """Wait ``grace_s`` seconds for the end, then kill the process and its children; remove its folder."""
@@ -171,8 +167,8 @@ def _serve_cells(connection: Connection, folder: Path) -> None:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     (folder / _STACKS).mkdir()
-    os.environ[STACKS_FOLDER] = str(folder / _STACKS)
-    write_stacks_on_signal("stacks of the worker")
+    os.environ[stacks.STACKS_FOLDER] = str(folder / _STACKS)
+    stacks.write_stacks_on_signal("stacks of the worker")
     end = when_parent_is_gone(lambda: _end_all(folder))
     import torch
 
@@ -202,19 +198,37 @@ def _end_all(folder: Path) -> None:
 class Crew:
     """Workers that stay from sweep to sweep, so that each imports torch and fills its caches once.
 
-    Args:
-        run: the function, of a module, that measures the cells of sweeps.
-
     Leaving the context ends all workers, even busy ones.
     """
 
-    def __init__(self, run: Run = run_cell):
-        self.run = run
+    def __init__(self) -> None:
         self.workers: list[Worker] = []
 
-    def idle(self, at_most: int) -> Worker | None:
-        """A worker without a cell, started if there is none; None if ``at_most`` workers are busy."""
-        if len(self.busy) >= at_most:
+    def outcomes(
+        self,
+        tasks: Iterable[tuple[Cell, Run]],
+        at_once: int,
+        on_start: Callable[[Cell], None] = lambda cell: None,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> Iterator[tuple[Cell, Outcome]]:
+        """Start cells in this order, at most ``at_once`` at a time; yield each with its outcome as it ends.
+
+        Args:
+            tasks: cells, each with the function, of a module, that measures it.
+            on_start: called as a cell begins.
+            enough: called before a cell begins; if it returns True, no further cell begins.
+        """
+        waiting = deque(tasks)
+        while (waiting and not enough()) or self._busy:
+            while waiting and not enough() and (worker := self._idle(at_once)) is not None:
+                cell, run = waiting.popleft()
+                on_start(cell)
+                worker.give(cell, run)
+            yield from self._ended()
+
+    def _idle(self, at_once: int) -> Worker | None:
+        """A worker without a cell, started if there is none; None if ``at_once`` workers are busy."""
+        if len(self._busy) >= at_once:
             return None
         for worker in [worker for worker in self.workers if worker.cell is None]:
             if worker.usable:
@@ -224,15 +238,15 @@ class Crew:
         return self.workers[-1]
 
     @property
-    def busy(self) -> list[Worker]:
+    def _busy(self) -> list[Worker]:
         """The workers that have a cell."""
         return [worker for worker in self.workers if worker.cell is not None]
 
-    def ended(self) -> list[tuple[Cell, Outcome]]:
+    def _ended(self) -> list[tuple[Cell, Outcome]]:
         """Wait until workers end a cell, die or run out of time; return their cells with the outcomes."""
         outcomes: list[tuple[Cell, Outcome]] = []
         while not outcomes:
-            busy = self.busy
+            busy = self._busy
             deadlines = [worker.deadline for worker in busy if worker.deadline is not None]
             left = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
             wait([worker.connection for worker in busy], left)

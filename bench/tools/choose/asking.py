@@ -128,18 +128,12 @@ class Asking:
                 waiting.append(task)
             else:
                 yield task, self._counted(outcome)
-        for task, outcome in self._here(waiting, enough) if self.executor is None else self._there(waiting):
+        task_of = {id(task.cell): task for task in waiting}
+        here = ((task_of[id(c)], out) for c, out in self.crew.outcomes(waiting, self.jobs, enough=enough))
+        for task, outcome in here if self.executor is None else self._there(waiting):
             if self._cache is not None and outcome.status in _KEPT and outcome.final:
                 self._cache.write(self._key(task), json.dumps(asdict(outcome)).encode())
             yield task, self._counted(outcome)
-
-    def _here(self, tasks: Sequence[Task], enough: Callable[[], bool]) -> Iterator[tuple[Task, Outcome]]:
-        waiting, task_of = [*reversed(tasks)], {id(task.cell): task for task in tasks}
-        while (waiting and not enough()) or self.crew.busy:
-            while waiting and not enough() and (worker := self.crew.idle(self.jobs)) is not None:
-                worker.give(*waiting.pop())
-            for cell, outcome in self.crew.ended():
-                yield task_of[id(cell)], outcome
 
     def _there(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
         assert self.executor is not None

@@ -121,7 +121,7 @@ def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterat
     of_papers = [] if request.paper in (*others, BANDS) else scenarios_of(request.asked[0])
     for paper, scenarios in of_papers if request.write else ():
         document.check_documents(paper.name, [scenario.name for scenario in scenarios])
-    with measure.Crew(measure.run_cell) as crew, measure.executor_at(executor) as there:
+    with measure.Crew() as crew, measure.executor_at(executor) as there:
         request = replace(request, crew=crew, executor=there)
         for paper, scenarios in of_papers:
             yield reproduce_paper(request, paper, scenarios)

@@ -70,11 +70,7 @@ def test_rows_are_those_of_this_machine(tmp_path: Path, address: str) -> None:
     begun: list[str] = []
     with ResultsFile(tmp_path / "here") as results:
         here = sweep(cells[:5], results, run=fakes.answer, jobs=1)
-    with (
-        opened(address) as executor,
-        Crew(fakes.answer) as crew,
-        ResultsFile(tmp_path / "there") as results,
-    ):
+    with opened(address) as executor, Crew() as crew, ResultsFile(tmp_path / "there") as results:
         assert at_once(cells, 1, executor) == 2
         there = sweep(
             cells,

@@ -77,12 +77,12 @@ def test_a_limit_counts_from_when_a_cell_begins(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_died_idle_is_replaced(tmp_path: Path, processes: Path) -> None:
-    with Crew(fakes.dying_later) as crew, ResultsFile(tmp_path) as results:
-        sweep([cell(2)], results, crew=crew)
+    with Crew() as crew, ResultsFile(tmp_path) as results:
+        sweep([cell(2)], results, run=fakes.dying_later, crew=crew)
         (worker,) = crew.workers
         worker.process.join(10)
         assert not worker.alive
-        assert sweep([cell(4)], results, crew=crew)[0]["status"] == "ok"
+        assert sweep([cell(4)], results, run=fakes.dying_later, crew=crew)[0]["status"] == "ok"
     assert len(set(processes.read_text().split())) == 2
 
 
@@ -108,8 +108,8 @@ def test_a_worker_that_cannot_import_what_it_runs(tmp_path: Path) -> None:
 def test_no_file_of_a_worker_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    with Crew(fakes.answer) as crew, ResultsFile(tmp_path) as results:
-        sweep([cell(1)], results, crew=crew)
+    with Crew() as crew, ResultsFile(tmp_path) as results:
+        sweep([cell(1)], results, run=fakes.answer, crew=crew)
         assert list((tmp_path / "temporary").iterdir())
     assert not list((tmp_path / "temporary").iterdir())
 

@@ -98,16 +98,15 @@ def test_training_runs_share_the_cores(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_crew_stays_from_sweep_to_sweep(tmp_path: Path) -> None:
-    with Crew(fakes.answer) as crew, ResultsFile(tmp_path) as results:
-        sweep([cell(1)], results, crew=crew, jobs=2)
+    with Crew() as crew, ResultsFile(tmp_path) as results:
+        sweep([cell(1)], results, run=fakes.answer, crew=crew, jobs=2)
         (worker,) = crew.workers
-        rows = sweep([cell(2), cell(4)], results, crew=crew, jobs=1)
+        rows = sweep([cell(2), cell(4)], results, run=fakes.answer, crew=crew, jobs=1)
         assert [row["status"] for row in rows] == ["ok", "ok"]
         assert crew.workers == [worker]
-        crew.run = fakes.moody
         crew.dismiss()
         assert not worker.folder.exists()
-        sweep([cell(2), cell(3)], results, crew=crew, jobs=1)
+        sweep([cell(2), cell(3)], results, run=fakes.moody, crew=crew, jobs=1)
         assert [results.rows[cell(world).key]["status"] for world in (2, 3)] == ["ok", "unsupported"]
         (worker,) = crew.workers
     assert not worker.folder.exists()
