@@ -148,9 +148,11 @@ class StepWatcher(Recorder):
     def building(self) -> Iterator[None]:
         """Within the context, which comes before the steps, only memory is metered."""
         self._builds = True
-        with self._metering_memory():
-            yield
-        self._builds = False
+        try:
+            with self._metering_memory():
+                yield
+        finally:
+            self._builds = False
 
     @contextmanager
     def step(self, *, last: bool) -> Iterator[None]:

@@ -23,7 +23,7 @@ from spbench.bench.tools.choose.layouts import (
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import SearchResult
 from spbench.bench.tools.choose.references import has_stages
-from spbench.impls import MESH_AXES, PLUS
+from spbench.impls import MESH_AXES, PLUS, all_strategies
 
 #: the most changes that are named, and the most batches that are tried
 _NAMED, _VALUES = 3, 6
@@ -50,6 +50,9 @@ def possible(question: Question, refused: Refused) -> bool:
             refused.setdefault(f"{way} pp{around[0].pp}", NO_STAGES)
         elif around and figures_of(estimates, way, question, refused) is not None:
             return True
+    for part in dict.fromkeys(part for name in question.strategies for part in name.split(PLUS)):
+        if not all_strategies()[part].searched:
+            refused[part] = f"{part} is in no search (spbench fit says whether one layout of it fits)"
     return False
 
 

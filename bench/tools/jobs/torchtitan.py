@@ -155,19 +155,14 @@ class TorchtitanJob(torchtitan_models.TorchtitanModel):
         account, of_tokens = self.keys, self.version == "d"
         local_name, length_name, total_name = (f"training.{each}" for each in _BATCH[of_tokens])
         local_name = "training.batch_size" if self.version == "a" else local_name
-        local, length, total = (
-            account.count(local_name),
-            account.count(length_name),
-            self.value(total_name, -1),
-        )
+        local, length = account.count(local_name), account.count(length_name)
+        total = self.value(total_name, -1)
         if of_tokens and local % length:
             account.problems.append(f"{local_name} {local} is no multiple of {length_name} {length}")
             return
         parts, parts_name = torchtitan_models.micro_batches(self, local) if self.stages > 1 else (1, "")
-        replicas, at_once = (
-            f"{local} x {self.replicas} replicas",
-            local * self.replicas * (parts if of_tokens else 1),
-        )
+        replicas = f"{local} x {self.replicas} replicas"
+        at_once = local * self.replicas * (parts if of_tokens else 1)
         if total == 0 or (total > 0 and total % at_once):
             account.problems.append(f"{total_name} {total} is no multiple of {local_name} {replicas}")
             return

@@ -1,16 +1,20 @@
 """A training step of the user's own: counts by hand arithmetic, phases, lines, classes of ranks, refusals."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import spbench
 from spbench.bench.errors import UserError
 from spbench.bench.measure import with_band
-from spbench.bench.measure.engines import own_steps
+from spbench.bench.measure.engines import own_steps, tracing
 from spbench.bench.measure.engines.own_steps import mesh_of
 from spbench.bench.measure.steps.step_file import OwnStep
+from spbench.bench.measure.steps.step_recorder import StepWatcher
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
@@ -72,6 +76,17 @@ def test_the_plain_recorder_sees_the_same(monkeypatch, name):
     fast = own_steps.trace_step(step, cell, 1)
     monkeypatch.setattr(FastRecorder, "__torch_dispatch__", Recorder.__torch_dispatch__)
     assert own_steps.trace_step(step, cell, 1).trace.same(fast.trace)
+
+
+def test_only_building_may_communicate_without_a_meter():
+    """Even if building has failed, so that a step after it cannot leave communication out."""
+    with tracing.fake_mesh({"dp": 2}, 0) as mesh, FakeTensorMode(), StepWatcher(mesh) as recorder:
+        x = torch.zeros(8)
+        with suppress(KeyError), recorder.building():
+            dist.scatter(x, [x, x])
+            raise KeyError
+        with recorder.step(last=True), pytest.raises(NotImplementedError):
+            dist.scatter(x, [x, x])
 
 
 def test_its_rows_are_kept_and_compared_as_those_of_cells(tmp_path):

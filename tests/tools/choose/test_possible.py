@@ -44,6 +44,7 @@ REFUSED: list[dict[str, Any]] = [
     {"fixed": [("pp", "8")]},  # of two layers
     {"fixed": [("pp", "2")], "only": ["zero3"]},
     {"fixed": [("cp", "2")], "only": ["ring_attention", "ddp"]},
+    {"only": ["group_cast"]},
     {"without": ["single"], "only": ["single"]},
     {"without": ["zero3"], "only": ["zero3"]},
     {"fixed": [("sp", "2")], "only": ["ulysses"], "program": "torchtitan", "model": "llama3-8b"},
@@ -75,6 +76,11 @@ def test_what_a_refusal_names_is_the_cause(options: dict[str, Any]) -> None:
     assert head
     for change in changes.split(", or "):
         assert possible(asked(**with_change(options, change)), Refused()), change
+
+
+def test_a_strategy_that_no_search_takes_says_so() -> None:
+    reason = why_impossible(asked(only=["group_cast"]))
+    assert "possible: group_cast is in no search (spbench fit" in reason
 
 
 def test_what_can_be_is_not_refused() -> None:
