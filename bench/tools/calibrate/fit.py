@@ -168,9 +168,12 @@ def residuals(
 def summary(lines: Sequence[Mapping[str, Any]]) -> str:
     """The median and the largest error of the cells on which nothing was fitted, in one line."""
     errors = [abs(line["relative_error"]) for line in lines if line["role"] == "held out"]
-    if not errors:
-        return "no cell is held out: all were fitted on"
-    return f"{len(errors)} cells held out: median error {median(errors):.1%}, worst {max(errors):.1%}"
+    return TABLES.text("held out", errors=errors, median=median(errors or [0.0]))
+
+
+def profile(calibration: Calibration, precision: str) -> Verbatim:
+    """The lines of a calibration, for the user to copy into the cluster's file."""
+    return Verbatim(TABLES.document("profile", calibration=calibration, precision=precision))
 
 
 def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Output:
@@ -195,15 +198,3 @@ def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence
         {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": lines},
         lines,
     )
-
-
-def profile(calibration: Calibration, precision: str) -> Verbatim:
-    """The lines of a calibration, for the user to copy into the cluster's file."""
-    lines = [
-        "# for the cluster's file",
-        f"calibration:\n  {precision}:",
-        *(f"    {scalar}: {value:.4g}" for scalar, value in calibration.scalars.items()),
-        "    fitted_on:",
-        *(f"      - {key}" for key in calibration.fitted_on),
-    ]
-    return Verbatim("\n".join(lines))

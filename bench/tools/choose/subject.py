@@ -14,8 +14,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.suggestions import micro_batch_of, usual_placement, usual_strategies
+from spbench.bench.tools.jobs.job import sequence_ranks
 from spbench.bench.tools.jobs.job_files import read_job
-from spbench.impls import MESH_AXES, model_preset, nesting, ranks_along, set_options, unused_axes
+from spbench.impls import MESH_AXES, model_preset, nesting, set_options, unused_axes
 
 #: training options of a cell made from a model's name: two steps, because Adam makes its moments in the first
 _TRAINING = {"moments": "later", "steps": 2}
@@ -185,16 +186,10 @@ def _checked(cell: Cell, micro_batch: int | None) -> Cell:
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
 
 
-#: axes along which a layer's weights are split and its tokens are not
-_OF_WEIGHTS = ("tp",)
-
-
 def tokens_of_rank(cell: Cell) -> int:
     """Tokens of a micro-batch that a rank holds between the layers: its replica's tokens over the ranks that
     divide the sequence."""
-    sizes = cell.sizes.by_axis
-    axes = [axis for each in nesting(cell.strategy).axes_of for axis in each if axis not in _OF_WEIGHTS]
-    return micro_batch_of(cell) * (cell.seq_len or 0) // ranks_along(axes, sizes)
+    return micro_batch_of(cell) * (cell.seq_len or 0) // sequence_ranks(cell)
 
 
 def taken(cell: Cell, said: Collection[str]) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """A job of a training program: its arguments, each accounted for, and the settings of the cell they make."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import lexists, relpath
@@ -7,12 +8,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError
+from spbench.bench.command_line.record_forms import RecordForms
+from spbench.bench.errors import UserError, shown
 from spbench.bench.files import resolved
-from spbench.bench.measure import Problem, expand
+from spbench.bench.measure import Problem, changed, expand, utilization
 from spbench.bench.setting_values import names_a_file
 from spbench.bench.yaml_files import nested
 from spbench.bench.yaml_text import comment, scalar
+from spbench.impls import model_preset, nesting, ranks_along
 
 #: the outcome of an argument that the scenario leaves out or replaces by something close
 APPROXIMATED: Final = "approximated"
@@ -22,6 +25,9 @@ Outcome = Literal["mapped", "no effect", "approximated", "refused", "unknown"]
 _COMMENT_COLUMN = 44
 #: most arguments of one kind that a line names, and most characters of a job's word that a line repeats
 MOST_NAMED, _LONGEST = 5, 80
+TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
+#: what may be said of a step: its time, or what it does per second: all tokens, or FLOPs of a GPU
+_SAID = re.compile(r"(\d+(?:\.\d+)?) ?(s|ms|%|TFLOP/s|tokens/s)(?:(?<=%) MFU)?")
 
 
 @dataclass(frozen=True)
@@ -215,3 +221,37 @@ def _lines(content: Mapping[str, Any], above: str, sources: Mapping[str, str]) -
                 yield f"  {text}", source
         else:
             yield f"{key}: {scalar(value)}", sources[path]
+
+
+def sequence_ranks(cell: Cell) -> int:
+    """The number of ranks that share the tokens of a sequence between the layers."""
+    axes = [axis for each in nesting(cell.strategy).axes_of for axis in each if axis != "tp"]
+    return ranks_along(axes, cell.sizes.by_axis)
+
+
+def beside_peak(cell: Cell, said: Sequence[str]) -> list[dict[str, Any]]:
+    """Whether the cards of a cell can do what is said of its step: a record for each text of ``said``, such
+    as ``104.7 s``, ``38% MFU``, ``430 TFLOP/s`` (of a GPU) or ``25388 tokens/s`` (of all GPUs).
+
+    Raises:
+        UserError: a text says nothing of the kind, or the cluster has no peak of the cell's precision.
+    """
+    (batch, seq_len), model = cell.shape, model_preset(*cell.model_arguments)
+    if (of_a_flop := utilization(cell, 1.0, 1.0)) is None:
+        raise UserError(f"--measured: cluster {cell.cluster} has no peak rate of {cell.precision}")
+    ways = {"window": seq_len, "documents": [seq_len]}
+    whole = {f"model_options.{name}": n for name, n in ways.items() if getattr(model, name, None)}
+    halves = cell.model_copy(update={"seq_len": seq_len // 2, "batch": 2 * batch})
+    least_s, halves_s, whole_s = (utilization(c, 1.0) or 0.0 for c in (cell, halves, changed(cell, whole)))
+    seconds = {"least_s": least_s, "halves_s": halves_s, "whole_s": whole_s, "of_a_flop": of_a_flop}
+    facts, records = TABLES.record("facts", cell, sequence_ranks=sequence_ranks(cell), **seconds), []
+    for text in said:
+        if (match := _SAID.fullmatch(text.strip())) is None or not float(match[1]):
+            ways_to_write = "104.7 s, 38% MFU, 430 TFLOP/s or 25388 tokens/s"
+            raise UserError(f"--measured {shown(text)}: write it as {ways_to_write}")
+        step_s = TABLES.record("seconds", {**facts, "number": float(match[1])})[match[2]]
+        if match[2] in ("s", "ms"):
+            facts.setdefault("timed_s", step_s)
+        of_text = {"said": text, "unit": match[2], "step_s": step_s}
+        records.append(TABLES.record("said", {**facts, **of_text}))
+    return records

@@ -13,13 +13,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.command_line.output import Output, Table, Verbatim
+from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.errors import shown as quoted
 from spbench.bench.files import decoded, parse_json, read_file, resolved, write_whole
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.tools.jobs.argument_tables import table_content
-from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.job import TABLES, Job, beside_peak
 from spbench.bench.yaml_files import parse_yaml
 
 #: the most bytes of a job's file, because such files are written by hand
@@ -278,21 +278,20 @@ def imported(
     explain: bool,
     strict: bool,
     given: Sequence[str],
+    measured: Sequence[str],
     output: Path | None,
 ) -> Output:
     """The output of `spbench import`; the arguments are the options of the command."""
     kind, files = _kind_and_files(words)
     job = read_job(kind, files, gpus=gpus, cluster=cluster, environment=given_values(given), strict=strict)
+    if measured:
+        records = beside_peak(job.cell(), measured)
+        return Output([each["words"] for each in records], records, records, notes=job.warnings)
     if explain:
-        lines = [
-            {"argument": str(each), "is": each.outcome, "that is": each.detail} for each in job.arguments
-        ]
-        title = f"{job.title}: arguments of {job.program}"
-        refusal = job.refusal()
-        content = {"program": job.program, "arguments": lines, "refusal": refusal}
+        table = TABLES.table("explained", f"{job.title}: arguments of {job.program}", job.arguments)
+        content = {"program": job.program, "arguments": table.lines, "refusal": (refusal := job.refusal())}
         notes = [*job.warnings, *([f"no scenario: {refusal}"] if refusal else [])]
-        table = Table(title, lines, ("argument", "is", "that is"), ("that is",))
-        return Output([table], content, lines, notes=notes)
+        return Output([table], content, table.lines, notes=notes)
     text = job.scenario_text(Path() if output is None else output.expanduser().parent)
     if output is None:
         return Output([Verbatim(text.removesuffix("\n"))], {"scenario": text}, [{"scenario": text}])

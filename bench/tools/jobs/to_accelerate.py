@@ -5,6 +5,7 @@ from spbench.bench.setting_values import CONFIG
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table, table_content
 from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks
+from spbench.bench.tools.jobs.job import TABLES
 from spbench.bench.tools.jobs.rules import follow
 from spbench.impls import model_preset
 
@@ -21,6 +22,5 @@ def flags(cell: Cell) -> Flags:
     account = Account(table=table, given={}, facts={**facts, "is_shared": world > mesh.get("dp", 1)})
     follow(account, table_content("accelerate")["flags"])
     lines = [Flag(name, str(value), setting) for name, value, setting in account.flags if setting]
-    words = " \\\n  ".join(f"{name} {value}".rstrip() for name, value, _ in account.flags)
-    heading = f"# {program}: data and learning rate are yours to add\n"
-    return Flags(program, "train.sh", tuple(lines), f"{heading}accelerate launch \\\n  {words}\n")
+    text = TABLES.document("accelerate script", program=program, flags=account.flags)
+    return Flags(program, "train.sh", tuple(lines), text)

@@ -12,6 +12,7 @@ from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks, without_effect
+from spbench.bench.tools.jobs.job import TABLES
 from spbench.bench.tools.jobs.megatron import CONTEXT, HIERARCHICAL
 from spbench.bench.tools.jobs.rules import follow
 
@@ -147,15 +148,5 @@ def _layers_with_experts(model: impls.CausalTransformerModel) -> str:
 
 def _script(program: str, lines: Sequence[Flag], cell: Cell) -> str:
     """The text of the script: comments, variables, and the command with one argument a line."""
-    world, variables = cell.sizes.world, [a for a in lines if not a.argument.startswith("--")]
-    of_node = math.gcd(world, load_cluster(cell.cluster).devices_per_node)
-    text = f"# {program}: what it has by default is left out.\n"
-    text += (
-        "# Data, tokenizer, learning rate and checkpoints are yours to add, and where the first node is.\n"
-    )
-    if cell.training.backend == "megatron":  # needed before Blackwell, and refused with FSDP2
-        text += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
-    text += "".join(f"export {a.argument}={a.value}\n" for a in variables)
-    command = [f"torchrun --nnodes {world // of_node} --nproc-per-node {of_node} pretrain_gpt.py"]
-    command += [f"{a.argument} {a.value}".rstrip() for a in lines if a not in variables]
-    return text + " \\\n  ".join(command) + "\n"
+    of_node = math.gcd(cell.sizes.world, load_cluster(cell.cluster).devices_per_node)
+    return TABLES.document("megatron script", program=program, lines=lines, cell=cell, of_node=of_node)

@@ -3,12 +3,12 @@
 import itertools
 import json
 from collections.abc import Iterator
-from itertools import groupby
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks
+from spbench.bench.tools.jobs.job import TABLES
 from spbench.bench.tools.jobs.rules import follow
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
 from spbench.bench.tools.jobs.torchtitan_models import LESS, SCHEDULES, models, stage_layers
@@ -36,11 +36,7 @@ def flags(cell: Cell) -> Flags:
     sections = [*dict.fromkeys(name.partition(".")[0] for name in order)]
     rows.sort(key=lambda row: (sections.index(row[0].partition(".")[0]), order[row[0]]))
     lines = [Flag(key, json.dumps(value), setting) for key, value, setting in rows if value is not None]
-    heading = f"# {table.program}, on {cell.sizes.world} GPUs"
-    text = f"{heading}; data, learning rate and checkpoints are yours to add\n"
-    for section, keys in groupby(lines, lambda line: line.argument.partition(".")[0]):
-        text += f"\n[{section}]\n"
-        text += "".join(f"{line.argument.partition('.')[2]} = {line.value}\n" for line in keys)
+    text = TABLES.document("torchtitan file", program=table.program, lines=lines, gpus=cell.sizes.world)
     return Flags(table.program, "train.toml", tuple(lines), text)
 
 

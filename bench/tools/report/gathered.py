@@ -129,13 +129,12 @@ def default_results() -> Path:
     )
 
 
-def gather(results: Path, history: Path | None, baseline: Path | None = None) -> Gathered:
+def gather(results: Path, history: Path | None) -> Gathered:
     """Read all data that pages show.
 
     Args:
         results: a folder with any of reproduction/, baseline/ and runs/.
         history: the folder of `spbench record`; None: RESULTS/history if it exists.
-        baseline: a folder with baselines by the names of scenarios; None: RESULTS/baseline.
 
     Raises:
         UserError: a folder is missing, or a file in it cannot be read.
@@ -143,19 +142,17 @@ def gather(results: Path, history: Path | None, baseline: Path | None = None) ->
     for option, folder, how in (
         ("--results", results, "`spbench reproduce all` makes results/"),
         ("--history", history, "`spbench record` makes one"),
-        ("--baseline", baseline, "`spbench baseline` makes one"),
     ):
         if folder is not None and not folder.is_dir():
             raise UserError(f"{option} {folder} is not a folder; {how}")
-    baseline = baseline or results / "baseline"
     if history is None and (results / "history").is_dir():
         history = results / "history"
     papers = [_paper(results / "reproduction", *each) for each in scenarios_of(ALL)]
-    cells = list(_cells(baseline, results / "runs", papers))
+    cells = list(_cells(results / "baseline", results / "runs", papers))
     if not cells and not any(paper.findings.runs for paper in papers):
         raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
     rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE)
-    return Gathered(results, baseline, history, papers, cells, rows)
+    return Gathered(results, results / "baseline", history, papers, cells, rows)
 
 
 def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperResults:

@@ -21,12 +21,8 @@ _LISTED = 5
 )
 @path_option("--results", "Folder with reproduction/, baseline/ and runs/; by default results/.")
 @path_option("--history", "Folder of `spbench record`; by default RESULTS/history, if it exists.")
-@path_option(
-    "--baseline",
-    "Folder with baselines by the names of scenarios, for RESULTS/runs; by default RESULTS/baseline.",
-)
 @printed
-def command(output: Path, results: Path | None, history: Path | None, baseline: Path | None) -> Output:
+def command(output: Path, results: Path | None, history: Path | None) -> Output:
     """Write a static site of the results.
 
     OUTPUT/index.html opens without a server or a network. The site compares each paper with our numbers, and
@@ -41,7 +37,7 @@ def command(output: Path, results: Path | None, history: Path | None, baseline: 
 
     begin = time.perf_counter()
     check_place(output)
-    gathered = gather(results or default_results(), history, baseline)
+    gathered = gather(results or default_results(), history)
     site = build(gathered, output)
     seconds = time.perf_counter() - begin
     index = site.folder / "index.html"

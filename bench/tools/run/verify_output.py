@@ -216,18 +216,10 @@ def _by_strategy(rows: Sequence[measure.Verdict]) -> Table:
         line = {"strategy": strategy, "dtype": dtype, **{each: counts[each] or None for each in statuses}}
         error = max((row["error"] for row in mine if row["status"] == "green"), default=None)
         limit = min((row["limit"] for row in mine if row["limit"] is not None), default=None)
-        line |= _TABLES.record("by strategy", error=error, limit=limit, sent=_bytes_of(mine))
+        compared = [row["bytes"] == measure.VerifyRow.EQUAL for row in mine if row["bytes"]]
+        line |= _TABLES.record("by strategy", error=error, limit=limit, compared=compared)
         lines.append(line)
     return Table("Verdicts by strategy", lines)
-
-
-def _bytes_of(rows: Sequence[measure.Verdict]) -> str | None:
-    """A text on how many cases have bytes that differ from the closed forms; None if none was compared."""
-    compared = [row["bytes"] for row in rows if row["bytes"]]
-    unequal = sum(each != measure.VerifyRow.EQUAL for each in compared)
-    if not compared:
-        return None
-    return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
 
 
 #: how many reasons a terminal shows without --details

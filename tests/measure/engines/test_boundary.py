@@ -23,7 +23,7 @@ from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported
 from tests.cells import make_cell
-from tests.grid import data
+from tests.grid import data, tabled
 from tests.measure.engines.cells import cell_of, write_cluster
 from tests.slow import slow
 
@@ -461,26 +461,7 @@ def composed(folder: Path, mib: int, strategy: str, sizes: dict[str, int], **cha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "changes", "multiple"),
-    [
-        slow("megatron_sp+ring_self_attention", {"tp": 2, "sp": 3}, {}, 6),
-        slow("tensor_parallel+ring_self_attention", {"tp": 2, "sp": 3}, {}, 3),
-        slow(
-            "ulysses+ring_self_attention",
-            {"sp": 2, "cp": 2},
-            {"search": {"quantity": "seq_len", "step": 2}},
-            8,
-        ),
-        # a zigzag's rank has two chunks, so that a multiple of the ranks is not enough
-        (
-            "tensor_parallel+ring_attention",
-            {"tp": 2, "sp": 3},
-            {"model": "causal-transformer-tiny", "strategy_options": {"placement": "zigzag"}},
-            6,
-        ),
-    ],
-)
+@tabled(__file__, "the_longest_sequence_of_a_composed_strategy_is_proved")
 def test_the_longest_sequence_of_a_composed_strategy_is_proved(
     tmp_path: Path, strategy: str, sizes: dict[str, int], changes: dict[str, Any], multiple: int
 ) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes, Timing, TrainingOptions
-from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
+from spbench.bench.measure.clusters.cluster import Cluster, Precision, load_cluster
 from spbench.bench.measure.engines import distributed, step_times, virtual
 from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.plan import plan, rank_classes
@@ -117,6 +117,14 @@ def test_recomputation_adds_nothing_to_the_flops_of_the_model() -> None:
     assert again.mfu * again.step_time_s == pytest.approx(plain.mfu * plain.step_time_s)
 
 
+@tabled(__file__, "windows_and_documents_count_in_the_flops_of_the_model")
+def test_windows_and_documents_count_in_the_flops_of_the_model(options: dict[str, Any], pairs: int) -> None:
+    full = make_cell("causal-transformer-tiny", "single", {}, 1, 64, cluster="dgx-h100")
+    part = full.model_copy(update={"model_options": options})
+    assert forward_flops(part).attention * 64 * 65 / 2 == forward_flops(full).attention * pairs
+    assert (utilization(part, 1.0) or 0.0) < (utilization(full, 1.0) or 0.0)
+
+
 def test_a_forward_pass_alone_has_a_third_of_the_flops() -> None:
     training = Cell(strategy="single", **TINY)
     inference = training.model_copy(update={"training": TrainingOptions(step="inference")})
@@ -140,31 +148,19 @@ def with_figures(**figures: object) -> Cluster:
     return Cluster.model_validate({**made, "device": {**made["device"], **figures}})
 
 
-def test_rates_are_a_datasheets_unless_products_were_measured() -> None:
-    share = {"value": 0.7, "source": "a benchmark"}
-    assert with_figures().rates_of("fp32") == "datasheet"
-    assert with_figures(memory_efficiency=share).rates_of("fp32") == "datasheet"
-    assert with_figures(compute_efficiency=share).rates_of("fp32") == "sourced"
-    matmuls = {"fp32": {"share": share}}
-    assert with_figures(matmul=matmuls).rates_of("fp32") == "sourced"
-    assert with_figures(matmul=matmuls).rates_of("bf16") == "datasheet"
+@tabled(__file__, "rates_are_a_datasheets_unless_products_were_measured")
+def test_rates_are_a_datasheets_unless_products_were_measured(
+    figures: dict[str, Any], precision: Precision, rates: str
+) -> None:
+    assert with_figures(**figures).rates_of(precision) == rates
 
 
 def test_what_is_fitted_to_step_times_is_no_source() -> None:
-    fitted = {"value": 0.7, "source": "a paper", "fitted_on": ["a cell"]}
-    assert with_figures(compute_efficiency=fitted).rates_of("fp32") == "fitted"
     assert load_cluster("a100-lasp").rates_of("bf16") == "fitted"
 
 
-CELL = Cell(
-    model="bert-tiny",
-    strategy="ring_self_attention",
-    sizes=Sizes(sp=2),
-    batch=3,
-    seq_len=24,
-    engine="distributed",
-    timing=Timing(warmup=1, samples=4),
-)
+SHAPE = "bert-tiny", "ring_self_attention", {"sp": 2}, 3, 24, "fp32"
+CELL = make_cell(*SHAPE, engine="distributed", timing=Timing(warmup=1, samples=4))
 
 
 def test_two_ranks() -> None:

@@ -19,12 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spbench.bench.errors import UserError
+from spbench.bench.measure.engines.step_times import utilization
 from spbench.bench.measure.scenarios.expand import expand
+from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.bench.tools.jobs.job import MOST_NAMED, Argument, Job
+from spbench.bench.tools.jobs.job import MOST_NAMED, Argument, Job, beside_peak
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.shell_syntax import unknown_in
 from spbench.bench.yaml_files import parse_yaml, read_yaml
+from tests.cells import make_cell
 from tests.tools.jobs.job_inputs import GIVEN, GPUS, INPUTS, JOBS, READERS, data, job_of, read
 
 CASES = read_yaml(INPUTS.with_name("cases") / "test_cases.yaml")
@@ -61,6 +64,39 @@ def test_a_job_is_what_its_files_say(strict: bool, row: Mapping[str, Any]) -> No
     assert any(row.get("approximated", "") in each.detail for each in job.arguments)
     outcomes = {each.name: [each.outcome, each.missing] for each in job.arguments}
     assert outcomes | row.get("arguments", {}) == outcomes
+
+
+#: NeMo-RL's issue 1275: its posters' times of a step of Qwen3-8B whose sequences have 128K tokens at the most
+RL = {"dp": 8, "sp": 8, "tp": 4}, 2048, 131072, "bf16"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said", "tflops"), [("dgx-h100", "104.72 s", 1616), ("dgx-a100", "393270 ms", 430)]
+)
+def test_a_time_that_the_cards_cannot_reach_is_impossible(cluster: str, said: str, tflops: float) -> None:
+    cell = make_cell("Qwen/Qwen3-8B", "megatron_sp+ring_attention", *RL, cluster=cluster)
+    (record,) = beside_peak(cell, [said])
+    assert not record["possible"]
+    assert record["model_flops_per_s_of_a_gpu"] == pytest.approx(tflops * 1e12, rel=0.02)
+    assert "131072 is only the longest length" in record["words"]
+    # so many tokens take exactly that time at the peak
+    shorter = cell.model_copy(update={"seq_len": round(record["most_tokens"] / 2048)})
+    assert utilization(shorter, record["step_time_s"]) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_rate_that_contradicts_the_time_has_its_cause() -> None:
+    whole = make_cell("Qwen/Qwen3-8B", "megatron_sp+ring_attention", *RL, cluster="dgx-h100")
+    window = changed(whole, {"model_options.window": 4096})
+    mfu = utilization(window, 300.0) or 0.0
+    rates = [f"{100 * of:.4f}% MFU" for of in (mfu, mfu / 8, utilization(whole, 300.0) or 0.0)]
+    of_time, right, divided, counted = (each["words"] for each in beside_peak(window, ["300 s", *rates]))
+    assert "300 s: possible" in of_time
+    assert "so the program" not in right
+    assert "so the program divides by the 8 ranks of a sequence" in divided
+    assert "so the program counts windows and documents as whole sequences" in counted
+    for wrong in ("fast", "0 s", "12 parsecs"):
+        with pytest.raises(UserError, match=f"--measured .*{wrong}.*: write it as 104.7 s"):
+            beside_peak(window, [wrong])
 
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ", "15"))

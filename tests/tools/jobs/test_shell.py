@@ -172,6 +172,7 @@ OWN = {
     "model_zoo",
     "other_programs",
     "own_ways",
+    "tables",
     "primus_models",
     "shell_syntax",
     "transformers",

@@ -19,7 +19,6 @@ from spbench.bench.tools.papers.comparison import joined
 from spbench.bench.tools.report.drawings import history_figure
 from spbench.bench.tools.report.gathered import Gathered, gather
 from spbench.bench.tools.report.pages import papers_page, regressions_page
-from spbench.bench.tools.report.pages.regressions_page import gates
 from tests.tools.changes.records import Cell, cell, commit, nightly
 from tests.tools.changes.rows import folder as write
 from tests.tools.changes.rows import raw
@@ -305,20 +304,6 @@ def test_runs_have_precedence_over_baselines(small_results: Path, tmp_path: Path
     (run / "cells.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(UserError, match=r"cells.jsonl:1: .*measurement.peak_memory_bytes: '16'"):
         gather(results, None)
-
-
-def test_a_baseline_may_lie_elsewhere(small_results: Path, tmp_path: Path) -> None:
-    for name in ("mine", "results/runs"):
-        shutil.copytree(small_results / "baseline", tmp_path / name)
-    found = gather(tmp_path / "results", None, tmp_path / "mine")
-    assert {cell.origin for cell in found.cells} == {"runs"}
-    (gate,) = gates(found.baseline, found.results / "runs")
-    assert gate.before is not None
-    assert (gate.before.path, gate.problem) == (tmp_path / "mine" / gate.scenario, "")
-    assert gate.judgement is not None
-    assert gate.judgement.word == "not worse"
-    with pytest.raises(UserError, match=r"--baseline .* is not a folder"):
-        gather(tmp_path / "results", None, tmp_path / "none")
 
 
 @pytest.mark.parametrize(
