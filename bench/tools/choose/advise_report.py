@@ -158,7 +158,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
         answer.text("attention", kernel=model_preset(*winner.cell.model_arguments).attention_kernel),
         TABLES.text("priced_by", work=work),
         f"{winner}: {answer.why()}",
-        *map(answer.text, ("fullness", "folding", "same")),
+        *map(answer.text, ("fullness", "folding", "packed", "same")),
         _simplified(answer, winner),
     ]
     yield from filter(None, texts)

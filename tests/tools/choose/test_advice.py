@@ -9,6 +9,7 @@ import pytest
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.command_line.output import Table, View
 from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measure.trust.bands import packaged_model
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.advise_report import report, turns, varying
@@ -55,6 +56,18 @@ def test_of_ties_the_simplest_is_first() -> None:
     assert answer.winner is SIMPLE
     assert [record["tie"] for record in answer.records()] == [True, True, False]
     assert [record["rank"] for record in answer.records()] == [1, 2, 3]
+
+
+def test_static_groups_are_compared_with_groups_by_length() -> None:
+    by_length, alike = (seen("dynamic_cp", {"sp": 8}, step_s) for step_s in (1.0, 1.25))
+    options = {"strategy_options": {"groups": "static", "least_ranks": 4}}
+    static = replace(alike, cell=alike.cell.model_copy(update=options))
+    answer = advice(by_length)
+    assert answer.text("packed") == ""
+    answer.result.traced = [static, by_length]
+    assert "takes 20% less time than static groups of 4, dynamic_cp sp8; Megatron" in answer.text("packed")
+    cell = changed(answer.question.cell, {"model_options.documents": [16]})
+    assert "not searched: group_cast" in replace(answer, question=replace(asked(8), cell=cell)).text("packed")
 
 
 def test_what_is_hidden_is_never_simpler_than_a_tie_that_is_shown() -> None:
