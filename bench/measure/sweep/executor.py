@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.run_cell import Run
@@ -43,33 +43,20 @@ _LOOK_S = 1.0
 #: seconds that closing the connection to the scheduler may take
 _FAREWELL_S = 10.0
 
-#: the scheme and the form of an executor's address
-_SCHEME, _FORM = "dask", "dask://HOST:PORT"
+#: the form of an executor's address, and HOST:PORT within it
+_FORM = re.compile(r"dask://((?:\[[0-9a-fA-F:.]+\]|[^\s:/@]+):\d{1,5})")
 
 _log = logging.getLogger(__name__)
 
 
-def opened(address: str) -> Executor:
-    """The executor of an address such as dask://HOST:PORT, connected and checked.
-
-    Raises:
-        UserError: the address has another form, or :class:`Executor` raises.
-    """
-    scheme, separator, place = address.partition("://")
-    if not separator or scheme != _SCHEME:
-        hint = suggestion(scheme, [_SCHEME]).split(" (choices")[0] if separator else ""
-        raise UserError(f"no executor has the address {address!r}{hint}; addresses look like {_FORM}")
-    return Executor(place)
-
-
 def executor_at(address: str | None) -> AbstractContextManager[Executor | None]:
-    """A context manager of the executor at an address (:func:`opened`), or of None for no address."""
-    return nullcontext() if address is None else opened(address)
+    """A context manager of the executor at an address, or of None for no address."""
+    return nullcontext() if address is None else Executor(address)
 
 
 class Executor:
-    """Runs cells on the workers of the Dask scheduler at HOST:PORT, for one sweep or several in turn; each
-    worker runs as many cells at a time as it has threads.
+    """Runs cells on the workers of the Dask scheduler at dask://HOST:PORT, for one sweep or several in turn;
+    each worker runs as many cells at a time as it has threads.
 
     Leaving the context cancels the cells that have not ended, and leaves nothing behind on the machines.
 
@@ -78,14 +65,14 @@ class Executor:
     """
 
     def __init__(self, address: str):
-        if not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@]+):\d{1,5}", address):
-            raise UserError(f"dask://{address}: the address of a Dask scheduler looks like {_FORM}")
-        self.address = address
+        if (place := _FORM.fullmatch(address)) is None:
+            raise UserError(f"no executor has the address {address!r}; addresses look like dask://HOST:PORT")
+        self.address = place[1]
         self.running: dict[Future, Cell] = {}
         self._has_workers = True
         self.identity = uuid.uuid4().hex
         self.installation = dask_task.Installation.here()
-        self.client = _connected(address)
+        self.client = _connected(self.address)
         try:
             self._check_workers()
         except BaseException:

@@ -13,7 +13,7 @@ import pytest
 
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.executor import opened
+from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.results import ResultsFile, read_rows
 from spbench.bench.measure.sweep.sweep import sweep
 from tests.bench import fakes
@@ -132,7 +132,7 @@ def test_a_scheduler_that_is_killed(command: Command, dask: DaskProcesses) -> No
 def test_a_cell_that_kills_its_workers_is_a_failed_row(tmp_path: Path, dask: DaskProcesses) -> None:
     dask.start_workers(1)
     cells = [cell(world) for world in (1, 2, 4, 8)]
-    with opened(dask.address) as executor, ResultsFile(tmp_path) as results:
+    with Executor(dask.address) as executor, ResultsFile(tmp_path) as results:
         rows = sweep(cells, results, run=fakes.killing_its_host, executor=executor)
         assert len(results.path.read_text().splitlines()) == 4
     assert [row["status"] for row in rows] == ["ok", "failed", "ok", "ok"]
@@ -147,7 +147,7 @@ def test_a_time_limit_holds_there(
 ) -> None:
     monkeypatch.setenv(fakes.LOG, str(tmp_path / "log"))
     monkeypatch.setenv(fakes.GATE, str(tmp_path / "gate"))
-    with opened(dask.address) as executor, ResultsFile(tmp_path) as results:
+    with Executor(dask.address) as executor, ResultsFile(tmp_path) as results:
         rows = sweep(
             [cell(2, timeout_s=2.0), cell(4, timeout_s=60.0)], results, run=fakes.gated, executor=executor
         )
@@ -173,7 +173,7 @@ def test_workers_of_other_code_are_refused(tmp_path: Path) -> None:
         ):
             dask.start_workers(1, {"PYTHONPATH": str(path)})
             with pytest.raises(UserError, match=rf"^the Dask worker tcp://127.0.0.1:\d+ {problem}"):
-                opened(dask.address)
+                Executor(dask.address)
             dask.workers[-1].kill()
 
 

@@ -20,7 +20,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.sweep import dask_task
 from spbench.bench.measure.sweep import executor as executor_module
 from spbench.bench.measure.sweep.dask_task import Installation
-from spbench.bench.measure.sweep.executor import opened
+from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import at_once, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew, Worker
@@ -70,7 +70,7 @@ def test_rows_are_those_of_this_machine(tmp_path: Path, address: str) -> None:
     begun: list[str] = []
     with ResultsFile(tmp_path / "here") as results:
         here = sweep(cells[:5], results, run=fakes.answer, jobs=1)
-    with opened(address) as executor, Crew() as crew, ResultsFile(tmp_path / "there") as results:
+    with Executor(address) as executor, Crew() as crew, ResultsFile(tmp_path / "there") as results:
         assert at_once(cells, 1, executor) == 2
         there = sweep(
             cells,
@@ -97,11 +97,11 @@ def test_processes_of_an_earlier_sweep_are_ended(
     """By the next sweep, where the earlier one has vanished; and each sweep ends its own."""
     idle = dask_task._idle
     with ResultsFile(tmp_path) as results, monkeypatch.context() as patched:
-        patched.setattr(executor_module, "end_idle_workers", lambda identity: None)  # as if it were killed
-        with opened(address) as executor:
+        patched.setattr(dask_task, "end_idle_workers", lambda identity: None)  # as if it were killed
+        with Executor(address) as executor:
             sweep([cell(1)], results, run=fakes.answer, executor=executor)
     (earlier,) = idle.workers
-    with ResultsFile(tmp_path) as results, opened(address) as executor:
+    with ResultsFile(tmp_path) as results, Executor(address) as executor:
         sweep([cell(2)], results, run=fakes.answer, executor=executor)
         (worker,) = idle.workers
         assert worker is not earlier
@@ -113,7 +113,7 @@ def test_idle_processes_end_by_themselves(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dask_task, "IDLE_LIMIT_S", 0.1)
-    with ResultsFile(tmp_path) as results, opened(address) as executor:
+    with ResultsFile(tmp_path) as results, Executor(address) as executor:
         sweep([cell(1)], results, run=fakes.answer, executor=executor)
         until(lambda: not dask_task._idle.workers)
         assert sweep([cell(2)], results, run=fakes.answer, executor=executor)[0]["status"] == "ok"
@@ -124,7 +124,7 @@ def test_a_cell_takes_its_cluster_along(address: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: piz-daint-p100\nabout: of my own\ndevices_per_node: 2\n")
     sent, expected = cell(2).model_copy(update={"cluster": str(mine)}), load_cluster(str(mine))
-    with opened(address) as executor:
+    with Executor(address) as executor:
         ((_, outcome),) = executor.outcomes([sent], fakes.cluster_of, lambda cell: None)
     figures = outcome.measurement["meters"]
     assert figures["cluster"] == expected.model_dump(mode="json")
@@ -135,7 +135,7 @@ def test_a_cell_takes_its_cluster_along(address: str, tmp_path: Path) -> None:
 
 
 def test_a_process_that_stays_runs_what_each_cell_is_sent_with(address: str) -> None:
-    with opened(address) as executor:
+    with Executor(address) as executor:
         for run, answer in ((fakes.answer, 1000), (fakes.cluster_of, None)):
             ((_, outcome),) = executor.outcomes([cell(1)], run, lambda cell: None)
             assert outcome.measurement["answer"] == answer
@@ -193,7 +193,7 @@ def test_workers_of_another_installation_are_refused(
     _installations[:] = asked
     monkeypatch.setattr(Installation, "here", next_installation)
     with pytest.raises(UserError, match=f"^{message}$"), ResultsFile(tmp_path) as results:  # noqa: SIM117
-        with opened(address) as executor:
+        with Executor(address) as executor:
             sweep([cell(1)], results, run=fakes.answer, executor=executor)
     assert not _installations
 
@@ -204,13 +204,13 @@ def test_a_scheduler_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         _scheduler(workers=0) as empty,
         pytest.raises(UserError, match=r"has no workers; start some, by: dask"),
     ):
-        opened(str(empty.scheduler_address).replace("tcp", "dask"))
+        Executor(str(empty.scheduler_address).replace("tcp", "dask"))
 
 
 def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UserError, match=r"needs the package dask\[distributed\].*pip install.*\[cluster"):
-        opened("dask://127.0.0.1:1")
+        Executor("dask://127.0.0.1:1")
 
 
 @tabled(__file__, "addresses_that_are_none")
