@@ -106,10 +106,8 @@ def _summed_up(
 
 def single(cell: Cell) -> Cell:
     """The reference cell: the same computation on one device in float64, without the model's rounding."""
-    training, rounding = (
-        TrainingOptions(step=cell.training.step),
-        impls.model_preset(*cell.model_arguments).rounding,
-    )
+    training = TrainingOptions(step=cell.training.step)
+    rounding = impls.model_preset(*cell.model_arguments).rounding
     change = {"strategy": "single", "sizes": Sizes(), "mesh": None, "strategy_options": {}}
     change["model_options"] = {k: v for k, v in cell.model_options.items() if k not in rounding}
     return cell.model_copy(update={**change, "precision": "fp64", "training": training})

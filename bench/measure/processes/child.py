@@ -48,9 +48,7 @@ class Child:
     ):
         context = starting.starting_context()
         self.connection, theirs = context.Pipe()
-        surroundings = (
-            starting.Surroundings() if environment is None else starting.Surroundings({**environment})
-        )
+        surroundings = starting.Surroundings({**(os.environ if environment is None else environment)})
         self.process: BaseProcess = context.Process(  # type: ignore[attr-defined]
             target=_begin, args=(surroundings, leads_group, theirs, main, args), daemon=True
         )

@@ -119,9 +119,8 @@ def certainty(cell: Cell, measured: Mapping[str, Any]) -> Certainty | None:
     oom, returned = measured["status"] == "oom", returned_bytes(measured)
     # where segments are given back, the whole card is reserved
     part = 0.0 if returned else part
-    backend = (
-        "zero3" if cell.strategy == OWN_STEP else cell.training.backend
-    )  # fully_shard is eager torch too
+    # fully_shard is eager torch too
+    backend = "zero3" if cell.strategy == OWN_STEP else cell.training.backend
     run = Filled(part, kinds_of(cell), backend, "", published_oom=False, oom=oom)
     word, reason = packaged_evidence().judged(run)
     if word == "no" or not returned:

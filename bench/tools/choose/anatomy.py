@@ -132,6 +132,7 @@ def _kinds(log: measure.MemoryLog, events: np.ndarray) -> np.ndarray:
     """[storages]: each storage's index in CATEGORIES. Temporaries that backward makes and that are still
     alive in the optimizer count as gradients, because some backends hold none between steps."""
     kinds = np.asarray([log.CATEGORIES.index(name) for name in log.categories()])
+    temporaries, gradients = map(log.CATEGORIES.index, ("temporaries", "gradients"))
     born: set[int] = set()
     for name, span in log.spans():
         if name == "backward":
@@ -142,9 +143,7 @@ def _kinds(log: measure.MemoryLog, events: np.ndarray) -> np.ndarray:
             born -= {*(-events[span][events[span] < 0] - 1).tolist()}
         else:
             held = np.asarray([*born], dtype=np.int64)
-            kinds[held[kinds[held] == log.CATEGORIES.index("temporaries")]] = log.CATEGORIES.index(
-                "gradients"
-            )
+            kinds[held[kinds[held] == temporaries]] = gradients
             born.clear()
     return kinds
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import cache_folder, read_file, write_whole
-from spbench.bench.measure import ASKED, Cluster, load_cluster, names, written
+from spbench.bench.measure import ASKED, Cluster, given_once, load_cluster, names, written
 from spbench.bench.measure import given as set_to
 from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
 from spbench.bench.tools.choose.suggestions import dotted
@@ -161,11 +161,7 @@ def swept_figures(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
     Raises:
         UserError: a name is given twice, or a range has no values.
     """
-    values: dict[str, list[str]] = {}
-    for name, text in pairs:
-        if name in values:
-            raise UserError(f"--set {name} is given twice; leave one out, or give a range as x0.5..x4")
-        values[name] = values_of(text)
+    values = {name: values_of(text) for name, text in given_once("--set", pairs).items()}
     return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
 

@@ -126,6 +126,11 @@ class Verdict:
         """The step time divided by that of ``before``, without the change; None: one has no time."""
         return self.step_s / before.step_s if self.step_s and before.step_s else None
 
+    @property
+    def settings(self) -> str:
+        """The change in the words of ``--set``; "" if there is no change."""
+        return measure.written(self.change.settings) if self.change else ""
+
     def where_in(self, program: str = "") -> str:
         """In words: the fullest ranks, their pipeline stage, and the moment; see :meth:`moment_in`."""
         at = "" if self.anatomy.stage is None else f"stage {self.anatomy.stage}, "
@@ -160,11 +165,6 @@ class Verdict:
         """Bytes that nvidia-smi would show for the fullest ranks, as far as they are known."""
         reserved = min(self.anatomy.reserved_memory_bytes, self.measurement["usable_memory_bytes"])
         return int(reserved) + self.memory.outside_bytes
-
-
-def settings_of(verdict: Verdict) -> str:
-    """The change of a verdict in the words of ``--set``; "" if there is no change."""
-    return measure.written(verdict.change.settings) if verdict.change else ""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

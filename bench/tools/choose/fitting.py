@@ -20,7 +20,7 @@ from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.anatomy import write_snapshot
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Say, Task, within
-from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict, ranks_text, settings_of
+from spbench.bench.tools.choose.fit_verdict import TABLES, Verdict, ranks_text
 from spbench.bench.tools.choose.look import attempt, examine, trace_stage
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, BudgetPlan, Proofs, plan_budget, prove
 from spbench.bench.tools.choose.subject import Subject, subject, taken, text_on, tokens_of_rank
@@ -295,10 +295,9 @@ def _meanings(answer: Fitting, lack: bool = False) -> dict[str, Callable[[Verdic
 
     def argument(verdict: Verdict) -> str:
         """The change in the arguments of the job's program, or else in the words of ``--set``."""
-        return flags_of(answer, verdict) or f"--set {shlex.quote(settings_of(verdict))}"
+        return flags_of(answer, verdict) or f"--set {shlex.quote(verdict.settings)}"
 
     return {
-        "set": settings_of,
         "enough": plan.fits if plan else lambda verdict: verdict.measurement["status"] == "ok",
         "price": lambda verdict: verdict.price(before),
         "flags": lambda verdict: flags_of(answer, verdict, lack),

@@ -22,8 +22,6 @@ _DEEPEST = 3
 _MANY_POSITIONS = 16384
 #: how often the size of a micro-batch is doubled at the most
 _DOUBLINGS = 4
-#: names that ``--fixed`` accepts besides the axes of a mesh
-_OTHERS = ("micro_batch", *impls.FOLDED_AXES)
 #: how many runs of layers (virtual stages) a rank of a pipeline may hold
 _VIRTUAL_STAGES = (1, 2)
 
@@ -146,7 +144,8 @@ def ways(question: Question) -> Iterator[Way]:
 
 def _meshes(axes: tuple[str, ...], ranks: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Each choice of 2 or more ranks along every axis whose product divides ``ranks``; it keeps ``fixed``."""
-    if any(n > 1 and axis not in (*axes, "dp", "pp", *_OTHERS) for axis, n in fixed.items()):
+    around = ("dp", "pp", "micro_batch", *impls.FOLDED_AXES)
+    if any(n > 1 and name not in (*axes, *around) for name, n in fixed.items()):
         return
     if not axes:
         yield {}

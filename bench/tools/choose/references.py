@@ -97,7 +97,7 @@ def as_text(settings: Mapping[str, Any]) -> str:
 def savings_of(question: Question) -> dict[str, dict[str, Any]]:
     """The memory-saving settings of the question's model for any number of stages, by their text: none, each
     alone, each two that set different options, and as many together as possible."""
-    model = model_preset(*question.cell.model_arguments)
+    model = question.model
     of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
     alone = [each for text, each in of_stages[0].items() if all(text in others for others in of_stages)]
     savings: dict[str, dict[str, Any]] = {AS_IT_IS: {}}

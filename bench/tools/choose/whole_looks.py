@@ -233,8 +233,7 @@ def changes_beside(question: Question, cell: Cell) -> list[Cell]:
 
 def cheaper_savings(question: Question, cell: Cell) -> list[Cell]:
     """The cell with each choice of model options that saves less memory in less time, the cheapest first."""
-    model = model_preset(*question.cell.model_arguments)
-    savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
+    savings = [each.options for each in question.model.savings(cell.sizes.pp * cell.training.virtual_stages)]
     own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
     cheaper = savings[: max(own, default=0)]
     return _changed(question, cell, [dotted("model_options", each) for each in cheaper])

@@ -196,10 +196,8 @@ def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[in
         ends = first, last
         if (each := account.value(_PER_STAGE)) is not None:
             stages = -(-(layers + sum(ends)) // max(1, each))
-        sizes, note = (
-            stage_layers(layers, stages, *ends),
-            "the embedding, and norm and output, count as layers",
-        )
+        sizes = stage_layers(layers, stages, *ends)
+        note = "the embedding, and norm and output, count as layers"
         names = [name for name in (*LESS, _PER_STAGE) if name in account.given]
     if not sizes:
         which = f", {ends[0]} and {ends[1]} for the ends," if any(ends) else ""
