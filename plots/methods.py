@@ -25,7 +25,7 @@ from spbench.plots.series import (
 from spbench.plots.style import backend_name, model_name, strategy_name
 
 _PEAK = PlottedQuantity("peak_memory_gib", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
-_SENT = PlottedQuantity("sent_gib", "Sent (GiB)", lambda row: (sent_bytes(row, "communication") or 0) / 2**30)
+_SENT = PlottedQuantity("sent", "Sent (GiB)", lambda r: (n := sent_bytes(r, "communication")) and n / 2**30)
 #: in points, the shift between lines of a panel, so that equal lines are seen, and the most of all shifts
 _APART, _SPREAD = 3.0, 20.0
 
