@@ -485,6 +485,16 @@ def test_cross_entropy_in_place_overwrites_the_logits_with_their_gradient() -> N
     assert_same(lambda x: cross_entropy_in_one_region(x, labels, None), plain, logits)
 
 
+def test_cross_entropy_of_a_rank_without_tokens() -> None:
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    for way in (cross_entropy_in_place, cross_entropy_in_one_region):
+        logits = made(1, 0, 11)
+        loss = way(logits.clone(), none, None)
+        loss.sum().backward()
+        assert loss.shape == none.shape
+        assert logits.grad is not None
+
+
 @pytest.mark.parametrize("heads", [4, 2])
 def test_flash_attention_of_all_keys_keeps_one_output(heads: int) -> None:
     q, k, v = made(2, 4, 6, 8), made(2, heads, 6, 8, seed=1), made(2, heads, 6, 8, seed=2)
