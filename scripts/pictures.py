@@ -65,7 +65,7 @@ def kind_of(rates: str) -> str:
     return next((kind for kind, (classes, _) in KINDS.items() if rates in classes), [*KINDS][-1])
 
 
-def sources_of(records: DataFrame) -> Series[str]:
+def sources_of(records: DataFrame) -> "Series[str]":
     """The publisher of each record's number."""
     return records["source"].map(publishers()).replace(NAMES)
 
