@@ -265,9 +265,9 @@ def exchanged(
     return packed(received.movedim(0, gather_dim)).flatten(gather_dim, gather_dim + 1)
 
 
-def exchanged_back(x: Tensor, split_dim: int, gather_dim: int, *others: Any) -> Tensor:
+def exchanged_back(x: Tensor, split_dim: int, gather_dim: int, *others: Any, **packed: Any) -> Tensor:
     """The gradient of what :func:`exchanged` has exchanged."""
-    return exchanged(x, gather_dim, split_dim, *others)
+    return exchanged(x, gather_dim, split_dim, *others, **packed)
 
 
 def reduce_scatter_flat(whole: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -8,16 +8,21 @@ transfer itself keeps the rate of the all-to-all. Real ranks here copy and then 
 values are the same bit by bit.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from spbench.impls.collectives import Group, exchanged, exchanged_back, with_gradient
 from spbench.impls.kernels.permutation import exchanged_pieces
 
 
-def fused_all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tensor:
-    """:func:`spbench.impls.collectives.all_to_all` without copies before and after it."""
-    return with_gradient(exchanged, exchanged_back, x, split_dim, gather_dim, group, _without_gaps)
-
-
 def _without_gaps(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else exchanged_pieces(x)
+
+
+_exchanged, _exchanged_back = (partial(each, packed=_without_gaps) for each in (exchanged, exchanged_back))
+
+
+def fused_all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tensor:
+    """:func:`spbench.impls.collectives.all_to_all` without copies before and after it."""
+    return with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)

@@ -164,7 +164,7 @@ def _of_all_parts(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
     """The statistics [N, 3, B, L], in one message where Megatron-LM's own cross entropy sends three."""
     own = _statistics(logits, labels, _first_row(logits, group))
     parts = own if group is None else all_gather_flat(own.flatten(), group)
-    return parts.view(1 if group is None else group.size(), *own.shape)  # also of a rank without tokens
+    return parts.view(-1, *own.shape) if own.numel() else own.unsqueeze(0)  # no tokens: one empty part
 
 
 @operator(
