@@ -383,6 +383,6 @@ def test_the_path_of_a_model_holds_where_the_scenario_lies(
         Path(folder).mkdir(parents=True)
     Path("link").symlink_to("c/d")
     files = [shutil.copy(INPUTS / name, "a") for name in JOBS["ZeRO-2"][1]]
-    imported(("deepspeed", *files), 8, "dgx-h100", False, False, (), Path(where))
+    imported(("deepspeed", *files), 8, "dgx-h100", False, False, (), (), Path(where))
     (cell,) = load_scenario(where).cells[""]
     assert (Path(where).parent / cell.model).resolve() == tmp_path / "a" / "config.json"
