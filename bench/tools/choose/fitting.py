@@ -192,7 +192,7 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     workers, or if no cache is kept.
 
     The tasks are the second stage, the last, and the last but one, because an examination begins with the
-    first. The second comes first, since it traces most micro-batches; those between differ only in them.
+    first. The second traces most micro-batches, so it comes first. Other stages are traced in few of these.
     """
     if len(cells) >= jobs or cache_folder() is None:
         return []
