@@ -2,9 +2,10 @@
 
 import reprlib
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -63,6 +64,24 @@ class Saving:
 class Options:
     """Options of a strategy or a backend; this base class has none."""
 
+    #: the words that an option may be whose type is not a Literal of them, by the option's name
+    words: ClassVar[Mapping[str, Collection[str]]] = {}
+
+    def __post_init__(self) -> None:
+        check_choices(self, _words(cast(Hashable, type(self))))
+
+    def variants(self) -> Iterator[Mapping[str, Any]]:
+        """Yields the changes of these options that verification tries too: each switch the other way, and
+        each other word, one at a time. Classes add numbers that lead to other code, and words that are
+        refused alone."""
+        words = _words(cast(Hashable, type(self)))
+        for name, value in vars(self).items():
+            others = [not value] if isinstance(value, bool) else words.get(name, ())
+            for changed in ({name: other} for other in others if other != value):
+                with suppress(ValueError):
+                    replace(self, **changed)
+                    yield changed
+
     def savings(self) -> Iterator[Saving]:
         """Yields the changes that take less memory than these options, the cheapest first."""
         yield from ()
@@ -76,6 +95,13 @@ class Options:
             heeded: features of the model's attention in addition to a causal mask: "documents", "window".
         """
         yield {}
+
+
+@cache
+def _words(options: type[Options]) -> Mapping[str, Collection[str]]:
+    """The words that each option of a class may be."""
+    hints = get_type_hints(options).items()
+    return {**{name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}, **options.words}
 
 
 def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

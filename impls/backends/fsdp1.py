@@ -20,7 +20,7 @@ from spbench.impls.backends.flat import FlatShard
 from spbench.impls.backends.fsdp_flat import FlatFullySharded, take_parameters
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.options import Options, check_choices
+from spbench.impls.options import Options
 from spbench.impls.traffic import Traffic
 
 
@@ -37,10 +37,6 @@ class FullySharded1Options(Options):
 
     shard_dtype: Literal["float32", "parameters"] = "float32"
     implementation: Literal["fused", "foreach"] = "fused"
-
-    def __post_init__(self) -> None:
-        words = {"shard_dtype": ("float32", "parameters"), "implementation": ("fused", "foreach")}
-        check_choices(self, words)
 
 
 class FullySharded1(FlatFullySharded):

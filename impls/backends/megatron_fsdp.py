@@ -43,7 +43,7 @@ from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.sharded_stages import sharded_traffic
 from spbench.impls.backends.sharding_options import ShardingOptions
 from spbench.impls.composition import chunks_of
-from spbench.impls.options import Saving, check_choices
+from spbench.impls.options import Saving
 from spbench.impls.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -85,9 +85,6 @@ class MegatronFSDPOptions(ShardingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        words = ("optim_grads_params", "optim_grads")
-        dtypes = ("weights", "fp32")
-        check_choices(self, {"data_parallel_sharding_strategy": words, "main_grads_dtype": dtypes})
         if self.suggested_communication_unit_size < 0:
             raise ValueError("suggested_communication_unit_size is a number of elements, 0 or more")
         plain = ShardingOptions(reshard_rest=False)

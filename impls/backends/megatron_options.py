@@ -20,7 +20,7 @@ from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
 from spbench.impls.kernels.operator import operator
 from spbench.impls.layout import Unsupported, is_expert, shard_of
-from spbench.impls.options import Saving, check_choices
+from spbench.impls.options import Saving
 from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
@@ -109,7 +109,6 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError(f"optimizer_offload_fraction is above 0, at most 1, not {fraction}")
         if fraction < 1 and self.optimizer == "device":
             raise ValueError("optimizer_offload_fraction needs optimizer: host; set that, or leave it out")
-        check_choices(self, {"exp_avg_dtype": ("fp32", "bf16")})
         if self.exp_avg_dtype == "bf16" and (self.optimizer == "host" or self.update == "muon"):
             raise ValueError("exp_avg_dtype: bf16 needs update: adam, with its optimizer on the device")
         if self.clip_grad < 0:
@@ -134,8 +133,6 @@ class MegatronOptions(OptimizerOptions):
             raise ValueError(f"bucket_size is a number of elements from 1 on, not {self.bucket_size}")
 
     def _check_muon(self) -> None:
-        kinds = {"update": ("adam", "muon"), "muon_tp_mode": ("duplicated", "blockwise")}
-        check_choices(self, kinds)
         if self.muon_steps < 1:
             raise ValueError(f"muon_steps is a number of steps from 1 on, not {self.muon_steps}")
         own = {"muon_steps": 5, "muon_tp_mode": "duplicated", "layer_wise_layout": True}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from spbench.impls.options import Options, Saving, check_choices
+from spbench.impls.options import Options, Saving
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class OptimizerOptions(Options):
     implementation: Literal["fused", "foreach"] = "fused"
 
     def __post_init__(self) -> None:
-        check_choices(self, {"optimizer": ("device", "host"), "implementation": ("fused", "foreach")})
+        super().__post_init__()
         if (self.optimizer, self.implementation) == ("host", "foreach"):
             raise ValueError("implementation: foreach needs the optimizer on the device; leave it out")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from torch import nn
 
 from spbench.impls.layout import Unsupported
-from spbench.impls.options import Options, check_choices
+from spbench.impls.options import Options
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,6 @@ class DeepSpeedZero3Options(Options):
     sub_group_size: int = 1_000_000_000
     reduce_dtype: Literal["weights", "fp32"] = "weights"
     implementation: Literal["fused", "foreach"] = "fused"
-
-    def __post_init__(self) -> None:
-        check_choices(self, {"implementation": ("fused", "foreach"), "reduce_dtype": ("weights", "fp32")})
 
 
 #: the names of the weights that a module uses itself, in their order

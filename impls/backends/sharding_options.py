@@ -9,7 +9,7 @@ from torch import nn
 from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_3, HostLayout, OptimizerOptions
 from spbench.impls.composition import ONE_STAGE
 from spbench.impls.layout import Unsupported
-from spbench.impls.options import Saving, check_choices
+from spbench.impls.options import Saving
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,6 @@ class ShardingOptions(OptimizerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        widths = ("weights", "fp32")
-        check_choices(
-            self,
-            {
-                "initialize": ("meta", "device"),
-                "wrap": ("blocks", "embedding", "whole"),
-                "reduce_dtype": widths,
-                "reduce_at": ("each", "last", "kept"),
-                "own_weights": ("units", "apart"),
-                "state_dtype": widths,
-                "frozen_dtype": widths,
-                "parameters": ("device", "host"),
-            },
-        )
         if self.parameters == "host" and self.optimizer == "device":
             raise ValueError("parameters: host needs optimizer: host, for that updates them where they are")
         for name, of in (

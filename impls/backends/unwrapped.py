@@ -15,7 +15,6 @@ from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.collectives import all_reduce
-from spbench.impls.options import check_choices
 from spbench.impls.traffic import Traffic
 
 
@@ -32,7 +31,6 @@ class UnwrappedOptions(OptimizerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, {"state_dtype": ("fp32", "weights")})
         if (self.optimizer, self.state_dtype) == ("host", "weights"):
             raise ValueError("state_dtype: weights needs the optimizer on the device; leave it out")
 

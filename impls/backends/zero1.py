@@ -41,7 +41,6 @@ from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place, all_reduce
 from spbench.impls.composition import by_partial_axes, summed_axes, trained_parameters
 from spbench.impls.kernels.host_copies import to_host_
-from spbench.impls.options import check_choices
 from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
@@ -132,7 +131,6 @@ class ShardedOptimizerOptions(OptimizerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, {"gradients": ("buckets", "late"), "shards": ("even", "whole")})
         if self.shards == "whole" and (self.gradients == "late" or self.optimizer == "host"):
             raise ValueError("shards: whole needs gradients: buckets and optimizer: device; leave these out")
         if self.bucket_elements < 1:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.layout import Site
-from spbench.impls.options import check_choices
 from spbench.impls.peers.peer import Peer
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.meetings import Meetings
@@ -41,8 +40,7 @@ class TorchContextParallelOptions(PlacementOptions):
 
     rotate: str = "allgather"
 
-    def __post_init__(self) -> None:
-        check_choices(self, {"placement": ("contiguous", "zigzag"), "rotate": ("allgather", "alltoall")})
+    words = {"placement": ("contiguous", "zigzag"), "rotate": ("allgather", "alltoall")}
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.layout import HEEDS_ALL, key_value_size, runs_again
-from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks, attention_to_blocks
 from spbench.impls.strategies.grid import as_sequences
@@ -115,9 +114,7 @@ class AllGatherKVOptions(DocumentPlacementOptions):
 
     gradients: str = "reduce_scatter"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, {"gradients": ("reduce_scatter", "ring")})
+    words = {**DocumentPlacementOptions.words, "gradients": ("reduce_scatter", "ring")}
 
 
 @dataclass(frozen=True)

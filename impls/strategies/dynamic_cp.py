@@ -30,7 +30,7 @@ from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended, Interval, Numbers, Ranges
 from spbench.impls.layout import HEEDS_ALL
-from spbench.impls.options import Options, check_choices
+from spbench.impls.options import Options
 from spbench.impls.strategies.all_gather_kv import GatheredKeys, gather_traffic
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.blockwise import attention_to_blocks
@@ -68,6 +68,8 @@ class DynamicCPOptions(Options):
     most_tokens: int | None = None
     least_ranks: int = 1
 
+    words = {"groups": RULES}
+
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """See :meth:`Options.searched`. Without packed documents all ranks are one group, as in
@@ -77,7 +79,7 @@ class DynamicCPOptions(Options):
             yield from ({"groups": "static", "least_ranks": n} for n in (2, 4, 8))
 
     def __post_init__(self) -> None:
-        check_choices(self, {"groups": RULES})
+        super().__post_init__()
         for name in ("most_tokens", "least_ranks"):
             if (n := getattr(self, name)) is not None and n < 1:
                 raise ValueError(f"{name} is 1 or more, not {n}")

@@ -63,6 +63,10 @@ class FPDTOptions(UlyssesOptions):
         """Yields the settings that a search for the fastest layout tries (:meth:`Options.searched`)."""
         yield {"chunk": 65536}
 
+    def variants(self) -> Iterator[Mapping[str, Any]]:
+        yield from super().variants()
+        yield {"chunk": 9}  # with a shorter last chunk
+
 
 class Row(NamedTuple):
     """The tensors of chunk ``number`` that a block of attention needs from the host; ``seen`` says which keys

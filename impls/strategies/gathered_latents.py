@@ -23,7 +23,7 @@ from torch import Tensor
 from spbench.impls.attended import Attended
 from spbench.impls.collectives import all_gather
 from spbench.impls.kernels.chosen_attention import Choice, Index, attention_to_chosen
-from spbench.impls.options import Options, check_choices
+from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
@@ -40,8 +40,7 @@ class GatheredLatentsOptions(Options):
 
     placement: str = "contiguous"
 
-    def __post_init__(self) -> None:
-        check_choices(self, {"placement": PLACEMENTS})
+    words = {"placement": PLACEMENTS}
 
 
 class GatheredLatents(SequenceChunks):

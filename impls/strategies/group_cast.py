@@ -19,11 +19,11 @@ Shape letters: R rows, one for each position, of keys and values of all heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,12 +58,16 @@ class GroupCastOptions(DocumentPlacementOptions):
     placement: str = "by_work"
     stages: int = 0
 
-    placements = ("contiguous", "zigzag", *BALANCED)
+    words = {"placement": ("contiguous", "zigzag", *BALANCED)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stages < 0:
             raise ValueError(f"stages is 0 or more, not {self.stages}")
+
+    def variants(self) -> Iterator[Mapping[str, Any]]:
+        yield from super().variants()
+        yield {"stages": 2}
 
 
 @dataclass(frozen=True)

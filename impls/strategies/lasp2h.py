@@ -29,7 +29,6 @@ from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended, Numbers
 from spbench.impls.layout import HEEDS_ALL
-from spbench.impls.options import check_choices
 from spbench.impls.row_collectives import move_rows
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, AllGatherKVOptions
 from spbench.impls.strategies.base import Site
@@ -52,15 +51,13 @@ class Lasp2HOptions(AllGatherKVOptions):
 
     query_placement: str = "contiguous"
 
+    words = {**AllGatherKVOptions.words, "query_placement": QUERY_PLACEMENTS}
+
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
         """See :meth:`Options.searched`."""
         yield {"query_placement": "by_work" if "documents" in heeded else "zigzag"}
         yield {}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, {"query_placement": QUERY_PLACEMENTS})
 
 
 @dataclass(frozen=True)

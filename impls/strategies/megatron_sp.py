@@ -43,7 +43,7 @@ from spbench.impls.kernels.projection import (
     weight_gradient,
 )
 from spbench.impls.layout import runs_again
-from spbench.impls.options import Saving, check_choices
+from spbench.impls.options import Saving
 from spbench.impls.strategies.base import Site, Strategy, union
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.layers import Linear
@@ -132,11 +132,20 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
     gathered: str = "made"
     userbuffers: bool = False
 
+    words = {
+        **TensorParallelOptions.words,
+        "vocabulary": ("whole", "split"),
+        "gathered": ("made", "reused"),
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, {"vocabulary": ("whole", "split"), "gathered": ("made", "reused")})
         if self.loss != "parallel" and self.vocabulary == "whole":
             raise ValueError(f"loss {self.loss}: the logits are whole already; use it with vocabulary: split")
+
+    def variants(self) -> Iterator[Mapping[str, Any]]:
+        yield from super().variants()
+        yield from ({"vocabulary": "split", "loss": each} for each in ("gathered", "gathered_float32"))
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from spbench.impls.collectives import ReusedBuffer, joined, start_all_gather, start_reduce_scatter
 from spbench.impls.kernels.projection import input_gradient, multiply, weight_gradient
-from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.layers import GroupedLinear, LayerHooks, Linear, SeparateLinear
 from spbench.impls.strategies.megatron_sp import MegatronSP, MegatronSPOptions
@@ -39,9 +38,7 @@ class OdysseusOptions(MegatronSPOptions):
 
     mlp: str = "whole"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choices(self, {"mlp": ("whole", "gathered")})
+    words = {**MegatronSPOptions.words, "mlp": ("whole", "gathered")}
 
 
 class _GatheredWeight(torch.autograd.Function):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
-from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.placements import BALANCED, PLACEMENTS, intervals
@@ -29,8 +28,7 @@ class PlacementOptions(GridOptions):
 
     placement: str = "contiguous"
 
-    #: the values that ``placement`` may have
-    placements: ClassVar[tuple[str, ...]] = PLACEMENTS
+    words: ClassVar[Mapping[str, Collection[str]]] = {"placement": PLACEMENTS}
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
@@ -39,18 +37,15 @@ class PlacementOptions(GridOptions):
         of_one_text = ("zigzag", "contiguous", "striped")
         of_documents = ("by_work", "zigzag_by_document", "zigzag", "contiguous")
         for placement in of_documents if "documents" in heeded else of_one_text:
-            if placement in cls.placements:
+            if placement in cls.words["placement"]:
                 yield {"placement": placement}
-
-    def __post_init__(self) -> None:
-        check_choices(self, {"placement": self.placements})
 
 
 @dataclass(frozen=True)
 class DocumentPlacementOptions(PlacementOptions):
     """:class:`PlacementOptions` that also take the placements by document lengths, BALANCED."""
 
-    placements: ClassVar[tuple[str, ...]] = (*PLACEMENTS, *BALANCED)
+    words = {"placement": (*PLACEMENTS, *BALANCED)}
 
 
 class PlacedChunks(GridChunks):
@@ -83,7 +78,7 @@ class PlacedChunks(GridChunks):
         return math.lcm(super().length_multiple, chunks)
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        placement = self.options.placement
+        placement, others = self.options.placement, self.options.words["placement"]
         for site in sites:
             if site.kind == "attention" and "mask_rows" in site.dims:
                 raise Unsupported(f"{self.name} has no masks but the causal one", "use ring_self_attention")
@@ -94,7 +89,7 @@ class PlacedChunks(GridChunks):
             if placement == "striped" and ("documents" in site.dims or "window" in site.dims):
                 raise Unsupported(
                     "packed documents and windows have no striped placement",
-                    f"use placement {' or '.join(p for p in self.options.placements if p != placement)}",
+                    f"use placement {' or '.join(other for other in others if other != placement)}",
                 )
 
     def own(self, x: Tensor, dim: int) -> Tensor:

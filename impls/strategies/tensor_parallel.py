@@ -11,7 +11,7 @@ and computes the loss of all tokens.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from spbench.impls.kernels.cross_entropy import CrossEntropy, cross_entropy_of
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.projection import project
 from spbench.impls.layout import HEEDS_ALL, divisors, nearest, nearest_divisors
-from spbench.impls.options import Options, Saving, check_choices
+from spbench.impls.options import Options, Saving
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.layers import (
@@ -57,8 +57,7 @@ class TensorParallelOptions(Options):
 
     loss: str = "parallel"
 
-    def __post_init__(self) -> None:
-        check_choices(self, {"loss": ("parallel", "gathered", "gathered_float32")})
+    words: ClassVar[Mapping[str, Collection[str]]] = {"loss": ("parallel", "gathered", "gathered_float32")}
 
     def savings(self) -> Iterator[Saving]:
         if self.loss != "parallel":

@@ -19,7 +19,7 @@ recomputed, all queries, keys and values are projected at once, and then sent an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,10 @@ class UPipeOptions(GridOptions):
 
     heads_a_round: int = 1
     fused_exchange: bool = False
+
+    def variants(self) -> Iterator[Mapping[str, Any]]:
+        yield from super().variants()
+        yield {"heads_a_round": 2}
 
 
 @dataclass(frozen=True)

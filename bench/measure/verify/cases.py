@@ -68,8 +68,8 @@ def verify_cases(
 ) -> Iterator[VerifyRow]:
     """Verify strategies; yields a row as soon as its case is done.
 
-    Every part of every model is verified with the preset's options, and the largest chosen part also with the
-    options of each of the model's variants.
+    Every part of every model is verified with default options, and the largest chosen part also with each
+    variant of the model's options, and of the options of a strategy that is not nested.
 
     Args:
         strategies: names of strategies or of nested ones ("megatron_sp+ulysses"); None: each registered one.
@@ -80,7 +80,7 @@ def verify_cases(
         dtypes: keys of :data:`PRECISIONS`.
         parts: names of parts of the models; None: all. A model without such a part is passed over.
         model_options: options of every model; if there are any, the models' variants are left out.
-        options: options of every strategy.
+        options: options of every strategy; if there are any, the strategies' variants are left out.
         backend, backend_options: the name of a backend, and its options.
         device: the type of the devices of the ranks' tensors, as "cuda".
         batch: the number of samples; odd, so that an even split hides no fault.
@@ -118,10 +118,10 @@ class PlannedCase(NamedTuple):
     model: str
     variant: str = ""
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.mesh if isinstance(self.mesh, int) else math.prod(self.mesh.values())
+
+def size_of(mesh: Mapping[str, int] | int) -> int:
+    """The number of ranks of a mesh, or the number itself."""
+    return mesh if isinstance(mesh, int) else math.prod(mesh.values())
 
 
 def _cases(
@@ -136,18 +136,22 @@ def _cases(
     """The cases of :func:`verify_cases`; ``of_models``: options of all models; ``settings``: of each case."""
     of_all = {**settings["options"], **settings["backend_options"]}
     for strategy, (name, preset) in itertools.product(nestings, presets.items()):
-        tried = _parts_and_variants(preset, parts, () if of_models else preset.variants())
+        ways = () if settings["options"] or len(strategy.classes) > 1 else strategy.options_type().variants()
+        tried = _tried(preset, parts, () if of_models else preset.variants(), ways)
         meshes: Iterable[Mapping[str, int] | int] = world_sizes
         if len(strategy.axes) > 1:
             meshes = itertools.chain.from_iterable(map(strategy.meshes, world_sizes))
         for mesh in meshes:
-            for dtype, (part, varying) in itertools.product(dtypes, tried):
+            for dtype, (part, varying, way) in itertools.product(dtypes, tried):
+                if way and size_of(mesh) == 1:
+                    continue
                 model = impls.set_options(preset, varying, f"model {name}")
-                set_options = {**of_models, **varying, **of_all}.items()
+                set_options = {**of_models, **varying, **of_all, **way}.items()
                 variant = " ".join(f"{option}={value}" for option, value in set_options)
-                case = Case(strategy, model, part, dtype, **settings)
-                folds = _foldings(case, mesh if isinstance(mesh, int) else math.prod(mesh.values()))
-                every = not varying and case.model.parts()[part].build == case.model.build
+                options = {**settings["options"], **way}
+                case = Case(strategy, model, part, dtype, **{**settings, "options": options})
+                folds = _foldings(case, size_of(mesh))
+                every = not varying and not way and case.model.parts()[part].build == case.model.build
                 for folded in folds if every else folds[-1:]:
                     yield PlannedCase(replace(case, folds=folded), mesh, name, variant)
 
@@ -155,15 +159,9 @@ def _cases(
 def _rows(ranks: Ranks, cases: Sequence[PlannedCase], device: str, explain: int) -> Iterator[VerifyRow]:
     """The row of each case, as soon as the case is done."""
     failures: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # the RED rows, by strategy
-    for case, mesh, model, variant in cases:
-        reds = failures[case.strategy.name]
-        row = verify_case(
-            *(ranks, case, mesh),
-            device=device,
-            model_name=model,
-            variant=variant,
-            explain=len(reds) < explain,
-        )
+    for planned in cases:
+        reds = failures[planned.case.strategy.name]
+        row = verify_case(ranks, *planned, device=device, explain=len(reds) < explain)
         reds += [row] if row.status == "RED" else []
         yield row
 
@@ -190,50 +188,51 @@ def _model(name: str) -> impls.Model:
     return model.shrunk() if names_a_file(name) or getattr(model, "hidden", 0) > LARGEST_HIDDEN else model
 
 
-def _parts_and_variants(
-    preset: impls.Model, parts: Sequence[str] | None, variants: Iterable[Mapping[str, Any]]
-) -> list[tuple[str, Mapping[str, Any]]]:
-    """The chosen parts of a model with the preset's options, then the largest of them with each variant."""
+def _tried(
+    preset: impls.Model,
+    parts: Sequence[str] | None,
+    of_model: Sequence[Mapping[str, Any]],
+    of_strategy: Iterable[Mapping[str, Any]],
+) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """The chosen parts of a model, with the changed options of model and strategy: each part with none, then
+    the largest with each variant of the model, and with each of the strategy, also on packed documents."""
     chosen = [part for part in preset.parts() if parts is None or part in parts]
-    varied = [(part, varying) for part in chosen[-1:] for varying in variants]
-    return [*((part, {}) for part in chosen), *varied]
+    packed = [each for each in of_model if "documents" in each]
+    varied = [*itertools.product(of_model, [{}]), *itertools.product([{}, *packed], of_strategy)]
+    return [*((part, {}, {}) for part in chosen), *((part, *each) for part in chosen[-1:] for each in varied)]
 
 
 def verify_case(
     pool: Ranks,
     case: Case,
     mesh: Mapping[str, int] | int,
+    model: str = "",
+    variant: str = "",
     *,
     device: str = "cpu",
-    model_name: str = "",
-    variant: str = "",
     explain: bool = False,
 ) -> VerifyRow:
     """Run one case on a mesh of the pool's ranks, or on a number of ranks along one axis, and judge it.
 
     Args:
+        model, variant: the model's name and all options, for the row.
         explain: run a RED case once more, to say where its step goes wrong first.
     """
-    try:
-        sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
-        reason = ""
-    except impls.Unsupported as unsupported:
-        sizes, reason = {}, str(unsupported)
     row = VerifyRow(
         strategy=case.strategy.name,
-        model=model_name,
+        model=model,
         variant=variant,
         part=case.part,
-        size=mesh if isinstance(mesh, int) else math.prod(mesh.values()),
-        mesh=_mesh(sizes, case.folds),
+        size=size_of(mesh),
+        mesh=_mesh({}, case.folds),
         dtype=case.dtype,
         batch=case.batch,
         seq_len=case.seq_len,
         status="green",
     )
-    if reason:
-        return replace(row, status="unsupported", reason=reason)
     try:
+        sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
+        row = replace(row, mesh=_mesh(sizes, case.folds))
         plan = case.strategy.configured(impls.Place({**sizes, **case.folds}), case.options)
         plan.check(case.model.sites(case.batch, case.seq_len, plan.vocabulary_parts))
         backend = shared_backend(row.size, device)

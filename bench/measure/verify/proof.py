@@ -22,7 +22,7 @@ from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.processes.rank_pool import RankPool, Ranks
-from spbench.bench.measure.verify.cases import LARGEST_HIDDEN, PlannedCase, verify_case
+from spbench.bench.measure.verify.cases import LARGEST_HIDDEN, PlannedCase, size_of, verify_case
 from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files, strategy_files
@@ -62,7 +62,7 @@ def unproven(
     with ExitStack() as stack:
         for key, cases in unknown.items():
             if pool is None:
-                most = max(each.size for some in unknown.values() for each in some)
+                most = max(size_of(each.mesh) for some in unknown.values() for each in some)
                 pool = stack.enter_context(RankPool(most))
             _verdicts[key] = _verdict(pool, cases)
             if _verdicts[key] is None:
@@ -123,7 +123,7 @@ def _key(cases: Sequence[PlannedCase]) -> str:
 def _verdict(pool: Ranks, cases: Sequence[PlannedCase]) -> Outcome | None:
     """The outcome of the cells of these cases; None: proven, as a case is green and none is red."""
     for _, of_size in groupby(cases, key=lambda e: (e.case.strategy.name, e.mesh, e.case.backend_options)):
-        rows = [verify_case(pool, each.case, each.mesh, model_name=each.model) for each in of_size]
+        rows = [verify_case(pool, *each) for each in of_size]
         if red := next((row for row in rows if row.status == "RED"), None):
             # of a traceback the last line
             why = red.verdict.partition("; wrong too: ")[0] or red.reason.strip().splitlines()[-1]

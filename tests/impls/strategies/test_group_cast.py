@@ -43,7 +43,7 @@ def naive(placement: str, size: int, attended: Attended) -> tuple[list[list[list
     return needed, held
 
 
-@pytest.mark.parametrize("placement", GroupCastOptions.placements)
+@pytest.mark.parametrize("placement", GroupCastOptions.words["placement"])
 @pytest.mark.parametrize("attended", MASKS, ids=str)
 def test_needed_rows_are_those_of_a_naive_dispatcher(placement: str, attended: Attended) -> None:
     for size in (2, 4):

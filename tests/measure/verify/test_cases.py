@@ -19,7 +19,7 @@ from spbench.impls.registries import all_models as models
 from spbench.impls.registries import all_strategies as strategies
 from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
-from spbench.impls.strategies.ring_self_attention import RingSelfAttention
+from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
@@ -160,23 +160,22 @@ def test_closed_forms_know_of_layer_norms_of_queries_and_keys(strategy: str) -> 
     assert VirtualEngine().measure(asked).formula_difference == []
 
 
-def test_heads_that_ranks_do_not_divide_are_a_row(pool: RankPool) -> None:
-    row = verify_case(pool, Case(TensorParallel, model_preset("bert-tiny", {"heads": 3}), "model"), 4)
-    assert (row.status, row.error, row.tensor) == ("unsupported", None, "")
-    assert "3 attention heads" in row.reason
-
-
-def test_sequence_that_a_ring_cannot_cut_is_a_row(pool: RankPool) -> None:
-    row = verify_case(pool, Case(RingSelfAttention, model_preset("bert-tiny"), "model", seq_len=22), 4)
-    assert row.status == "unsupported"
-    assert "20 or 24" in row.reason
-
-
-def test_tiles_of_a_vocabulary_that_ranks_share_are_unsupported(pool: RankPool) -> None:
+def test_tiles_of_a_vocabulary_that_ranks_share_are_a_row(pool: RankPool) -> None:
     preset = model_preset("causal-transformer-tiny", {"vocabulary_tile": 40})
     row = verify_case(pool, Case(TensorParallel, preset, largest_part(preset)), 2)
-    assert row.status == "unsupported"
+    assert (row.status, row.error, row.tensor) == ("unsupported", None, "")
     assert "vocabulary_tile needs a head that no ranks split" in row.reason
+
+
+def test_options_of_a_strategy_are_tried_in_turn(pool: RankPool) -> None:
+    """Each switch and each word of an option, and the numbers that its class names."""
+    rows = verify_cases(["upipe"], ["causal-transformer-tiny"], [2], parts=["model"], pool=pool)
+    of_options = {row.variant: row.status for row in rows if "=" in row.variant and " " not in row.variant}
+    assert of_options == {"fused_exchange=True": "green", "heads_a_round=2": "green"}
+    # the loss of gathered logits goes with a split vocabulary alone
+    tried = [{*each} for each in MegatronSP.options_type().variants()]
+    assert {"vocabulary", "loss"} in tried
+    assert {"loss"} not in tried
 
 
 def with_first_models() -> Iterator[Any]:

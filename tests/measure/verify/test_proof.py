@@ -90,7 +90,7 @@ def test_fewer_ranks_are_tried_where_more_cannot_run_a_small_model(
 ) -> None:
     tried: list[int] = []
 
-    def verified(pool: object, case: object, sizes: Any, **_: Any) -> VerifyRow:
+    def verified(pool: object, case: object, sizes: Any, *_: str) -> VerifyRow:
         tried.append(sizes["sp"])
         status: Any = "green" if sizes["sp"] == least else "unsupported"
         of = {"strategy": "", "model": "", "part": "", "size": 1, "dtype": "fp32"}

@@ -192,7 +192,7 @@ def test_options_say_themselves_what_is_searched(monkeypatch: pytest.MonkeyPatch
     of_documents = [each["placement"] for each in strategy_settings("ring_attention", packed.heeded)]
     assert of_documents == ["by_work", "zigzag_by_document", "zigzag", "contiguous"]
     # each is one that the strategy may have
-    assert {*of_documents, "striped"} == {*DocumentPlacementOptions.placements}
+    assert {*of_documents, "striped"} == {*DocumentPlacementOptions.words["placement"]}
 
     class Pieces(DistributedDataParallel):
         name = "pieces"
