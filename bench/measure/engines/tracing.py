@@ -11,6 +11,7 @@ is traced, and the other stages' traces are put together from its parts (:mod:`m
 import gc
 import logging
 import os
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -80,13 +81,14 @@ def fake_mesh(
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
-    ranks = prod(whole_mesh(sizes).values())
+    ranks, hook = prod(whole_mesh(sizes).values()), sys.excepthook
     with environment_with({MEET: "0"}):  # nobody else comes to the store
         dist.init_process_group(backend, rank=rank, world_size=ranks, store=torch_internals.FakeStore())
         try:
             yield device_mesh(sizes, device)
         finally:
             dist.destroy_process_group()
+            sys.excepthook = hook  # torch's, which names the rank, would stay
 
 
 def trace(

@@ -97,7 +97,8 @@ def verify_cases(
     nestings = [
         impls.nesting(name) for name in (impls.all_strategies() if strategies is None else strategies)
     ]
-    of_models, tried = dict(model_options or {}), _tiny() if models is None else models
+    tried = [name for name in impls.all_models() if "-tiny" in name] if models is None else models
+    of_models = dict(model_options or {})
     presets = {name: impls.set_options(_model(name), of_models, f"model {name}") for name in tried}
     _check_known(dtypes, backend)
     settings = {"batch": batch, "seq_len": seq_len, "backend": backend, "options": dict(options or {})}
@@ -176,10 +177,6 @@ def _check_known(dtypes: Sequence[str], backend: str) -> None:
 
 #: the most features of a position; wider models are shrunk, because float64 needs much memory
 LARGEST_HIDDEN = 512
-
-
-def _tiny() -> list[str]:
-    return [name for name in impls.all_models() if "-tiny" in name]
 
 
 def _model(name: str) -> impls.Model:
