@@ -94,9 +94,8 @@ def verify_cases(
         UserError: a config.json cannot be read, or has something that no model here has.
         ValueError: strategies cannot be nested in this way.
     """
-    nestings = [
-        impls.nesting(name) for name in (impls.all_strategies() if strategies is None else strategies)
-    ]
+    named = impls.all_strategies() if strategies is None else strategies
+    nestings = [impls.nesting(name) for name in named]
     tried = [name for name in impls.all_models() if "-tiny" in name] if models is None else models
     of_models = dict(model_options or {})
     presets = {name: impls.set_options(_model(name), of_models, f"model {name}") for name in tried}
