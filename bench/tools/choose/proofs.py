@@ -1,21 +1,20 @@
 """The changes that make a cell fit, each proved by a trace; and the switches of `spbench fit --budget`.
 
 For a budget each switch is traced alone; but recomputation of some layers, whose trace would run all layers,
-counts as that share of the effect of recomputing all. The bytes that a switch takes off the peak of each
-phase, and the seconds that it adds to the step, are the coefficients of an integer program, in which the
-savings of switches add up. The solution is traced; if it needs more than the budget, it is ruled out and the
-next solution is taken. Because savings do not add up exactly, parts of the solution, pairs that may fit, and
-switches that count as a share are traced too, the cheapest first, while they can be cheaper.
+counts as that share of the effect of recomputing all. For each set of switches, the bytes that they take off
+the peak of each phase are added up, and the seconds that they add to the step. The cheapest set that fits by
+these sums is traced, and if it needs more than the budget, the next. Because savings do not add up exactly,
+parts of that set, pairs that may fit, and switches that count as a share are traced too, the cheapest first,
+while they can be cheaper.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
@@ -36,10 +35,12 @@ MOST_PAIRS = 12
 _UNITED = {suggestions.MODULES, suggestions.RECOMPUTE}
 #: the settings of recomputation of all layers
 _ALL_LAYERS = {suggestions.RECOMPUTE: "full"}
-#: the most solutions of the integer program that are traced; about how many cells a budget traces
-_MOST_SOLVED, _TRACED = 12, 40
+#: the most sets whose savings add up that are traced; about how many cells a budget traces
+_MOST_SETS, _TRACED = 12, 40
 #: switches are traced together if they would fit with their savings added up and multiplied by this
 _MORE_TOGETHER = 1.5
+#: a set of switches: their indices among the rows
+_Set = tuple[int, ...]
 #: share of a step that each switch costs besides its own time, so that no useless switch is taken
 _LEAST_COST = 1e-6
 
@@ -228,11 +229,12 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
         fitting = (each for each in traced.values() if each.within(budget_bytes))
         return min(fitting, key=cost, default=None)
 
-    def cheaper(sets: Iterator[tuple[float, Sequence[suggestions.Change]]]) -> None:
+    def cheaper(sets: Mapping[_Set, float]) -> None:
         """Trace sets of switches, until none is left that would be cheaper than the best that fits."""
-        while several := [*itertools.islice(sets, asking.jobs)]:
+        waiting = iter(sets.items())
+        while several := [*itertools.islice(waiting, asking.jobs)]:
             limit, _ = cost(best) if (best := cheapest()) else (math.inf, 0)
-            if not (fast := [changes for seconds, changes in several if seconds < limit]):
+            if not (fast := [sums.changes(taken) for taken, seconds in several if seconds < limit]):
                 return
             timed(suggestions.as_one(fast))
 
@@ -248,12 +250,14 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
         alone = timed(every)
     rows = [_Row(each.change, each) for each in alone if each.change]
     rows += [_Row(every[n], full, share) for n, share in shares.items() if full is not None]
-    program = _Program(before, rows, budget_bytes)
-    for taken in itertools.islice(program.solutions(), _MOST_SOLVED):
-        if any(each.within(budget_bytes) for each in timed(suggestions.as_one([program.changes(taken)]))):
-            cheaper(program.promising(taken, range(2, len(taken))))
+    sums, solution = _Sums(before, rows, budget_bytes), set[int]()
+    for taken in itertools.islice(sums.fitting(sums.together), _MOST_SETS):
+        if any(each.within(budget_bytes) for each in timed(suggestions.as_one([sums.changes(taken)]))):
+            solution = {*taken}
             break
-    cheaper(program.promising(range(len(rows)), (2,), [(n,) for n, row in enumerate(rows) if row.share < 1]))
+    few = [n for n in sums.together if len(n) == 2 or (len(n) > 1 and {*n} < solution)]
+    few += [(n,) for n, row in enumerate(rows) if row.share < 1]
+    cheaper(sums.fitting(few, _MORE_TOGETHER))
     alone = [each for each in traced.values() if each.step_s and each.change in every]
     alone.sort(key=lambda each: each.step_s or math.inf)
     return BudgetPlan(budget_bytes, before, cheapest(), alone, len(traced))
@@ -267,13 +271,16 @@ class _Row(NamedTuple):
     share: float = 1.0
 
 
-class _Program:
-    """The integer program: x is 1 for a switch that is taken. A set of switches is a list of indices of rows.
+class _Sums:
+    """The savings and costs of sets of switches, as sums of those of single switches.
 
     Args:
         before: the verdict on the cell without changes.
         rows: one for each switch.
         budget_bytes: the bytes that the fullest rank may need.
+
+    Attributes:
+        together: each set of switches that go together; some thousands, because many set one option.
     """
 
     def __init__(self, before: Verdict, rows: Sequence[_Row], budget_bytes: int):
@@ -288,46 +295,28 @@ class _Program:
         self.saved = saved * self.shares
         more = np.array([(each.traced.step_s or 0.0) - self.seconds for each in rows])
         self.costs = more * self.shares + _LEAST_COST * self.seconds
-        both_of = itertools.combinations(range(len(rows)), 2)
-        self.apart = {pair for pair in both_of if suggestions.together(self.changes(pair)) is None}
+        pairs = itertools.combinations(range(len(rows)), 2)
+        apart = {pair for pair in pairs if suggestions.together(self.changes(pair)) is None}
+        sets: list[_Set] = [()]
+        for at in range(len(rows)):
+            sets += [(*each, at) for each in sets if not any((other, at) in apart for other in each)]
+        self.together = sets[1:]
 
     def changes(self, taken: Iterable[int]) -> list[suggestions.Change]:
         """The switches at these indices of rows."""
         return [self.rows[at].change for at in taken]
 
-    def solutions(self) -> Iterator[Sequence[int]]:
-        """Sets of switches that fit if their savings add up, the cheapest set first."""
-        count = len(self.rows)
-        rules = [scipy.optimize.LinearConstraint(self.saved, self.excess, np.inf)] if count else []
-        for pair in sorted(self.apart):
-            row = np.isin(np.arange(count), pair).astype(float)
-            rules.append(scipy.optimize.LinearConstraint(row, -np.inf, 1))
-        while count:
-            bounds, whole = scipy.optimize.Bounds(0, 1), np.ones(count)
-            answer = scipy.optimize.milp(self.costs, constraints=rules, integrality=whole, bounds=bounds)
-            if answer.x is None:
-                return
-            if taken := np.flatnonzero(answer.x > 0.5).tolist():
-                yield taken
-            row = np.where(answer.x > 0.5, 1.0, -1.0)  # excludes this set
-            rules.append(scipy.optimize.LinearConstraint(row, -np.inf, len(taken) - 1))
-
-    def promising(
-        self, among: Sequence[int], sizes: Iterable[int], further: Iterable[Sequence[int]] = ()
-    ) -> Iterator[tuple[float, Sequence[suggestions.Change]]]:
-        """(seconds of a step, switches) of the ``further`` sets, and of sets of ``sizes`` compatible
-        switches, that would fit if the switches together saved somewhat more than their sum; the cheapest
-        first."""
-        sets = (each for n in sizes for each in itertools.combinations(among, n))
-        apart = (each for each in sets if not self.apart & {*itertools.combinations(each, 2)})
-        fitting = []
-        for taken in itertools.chain(further, apart):
+    def fitting(self, sets: Iterable[_Set], times: float = 1.0) -> dict[_Set, float]:
+        """The seconds of a step with each set that would fit if its switches together saved ``times`` the sum
+        of what they save alone, the cheapest set first."""
+        fitting = list[tuple[float, _Set]]()
+        for taken in sets:
             saved, costs = self._beside_each_other(taken)
-            if np.all(saved.sum(axis=1) * _MORE_TOGETHER >= self.excess):
+            if np.all(saved.sum(axis=1) * times >= self.excess):
                 settings = [{*each.settings} - _UNITED for each in self.changes(taken)]
                 shared = sum(map(len, settings)) > len(set[str]().union(*settings))
                 fitting.append((self.seconds + float(costs.max() if shared else costs.sum()), taken))
-        yield from ((seconds, self.changes(taken)) for seconds, taken in sorted(fitting))
+        return {taken: seconds for seconds, taken in sorted(fitting)}
 
     def _beside_each_other(self, taken: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """(bytes saved, [phases, switches]; seconds, [switches]) of a set of switches. Next to a switch for a
