@@ -235,21 +235,21 @@ class Estimates:
         calls = ((name, float(f"{n:.2g}"), (axis,)) for name, n, axis, ranks in both if ranks > 1)
         return 4 * sum(self.seconds(*call, layout.sizes) for call in calls)
 
-    def _expert_elements(self, layout: Layout, way: WayFigures) -> tuple[float, int]:
-        """(elements of routed experts on a rank, number of a stage's ranks that have the same elements)."""
-        if layout.fold is None:
-            return 0.0, 1
-        ranks = layout.fold.ep * layout.fold.etp
-        elements = way.experts.of_stage(self.periods, layout.pp)
-        return elements / ranks, layout.stage_ranks // ranks
+    def _held(self, layout: Layout, way: WayFigures) -> list[tuple[tuple[str, ...], float, int]]:
+        """(axes along which ranks hold the same, elements of a rank, ranks of a stage that hold the same) for
+        the parameters outside routed experts, and for those of the experts, if there are any."""
+        around = "dp", *way.alike
+        elements, experts = (n.of_stage(self.periods, layout.pp) for n in (way.elements, way.experts))
+        held = [(around, elements, impls.ranks_along(around, layout.sizes))]
+        if layout.fold is not None:
+            ranks = math.prod(layout.fold)
+            held.append((("edp",), experts / ranks, layout.stage_ranks // ranks))
+        return held
 
     def _host_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """[layouts, backends]: seconds in which hosts update their part of the parameters and copy it over
         the link to the card; all ranks of a node update at once."""
-        sharing = layouts[0].dp * impls.ranks_along(way.alike, layouts[0].sizes)
-        elements = way.elements.of_stage(self.periods, layouts[0].pp) / sharing
-        held = [self._expert_elements(each, way) for each in layouts]
-        own = np.array([elements + experts / replicas for experts, replicas in held])
+        own = np.array([sum(n / ranks for _, n, ranks in self._held(each, way)) for each in layouts])
         cluster = load_cluster(self.cell.cluster)
         host, ranks = cluster.host_memory, min(self.gpus, cluster.devices_per_node)
         nbytes = np.array([each.host_bytes for each in self.backends.values()], dtype=float)
@@ -263,17 +263,13 @@ class Estimates:
         key = (layout.way, layout.dp, layout.pp, layout.fold)
         if key in self._of_backends:
             return self._of_backends[key]
-        experts, _ = self._expert_elements(layout, way)
-        others, sizes = way.elements.of_stage(self.periods, layout.pp), layout.sizes
-        groups = {("dp", *way.alike): others, ("edp",): experts}
-        sets = [(group, held) for group, held in groups.items() if held]
+        held, sizes = self._held(layout, way), layout.sizes
         seconds = [
-            sum(self.seconds(name, float(f"{n * held:.2g}"), group, sizes) for group, held in sets)
+            sum(self.seconds(name, float(f"{n * own:.2g}"), axes, sizes) for axes, own, _ in held)
             for name, n in self._messages[0]
         ]
-        copied = [
-            2 * self._s_of_byte * (others + experts) * sum(e.each.values()) for e in self.backends.values()
-        ]
+        elements = sum(own for _, own, _ in held)
+        copied = [2 * self._s_of_byte * elements * sum(e.each.values()) for e in self.backends.values()]
         sent: np.ndarray = np.vstack([self._messages[1] @ np.array(seconds, dtype=float), copied])
         self._of_backends[key] = sent
         return sent
@@ -289,18 +285,17 @@ class Estimates:
 
     def states(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """Bytes of states of training on a rank, [layouts, backends]."""
-        sharing = layouts[0].dp * impls.ranks_along(way.alike, layouts[0].sizes)
         held_bytes = [(each.whole_bytes, each.shared_bytes) for each in self.backends.values()]
         whole, shared = np.array(held_bytes, dtype=float).T
-        held = np.array([self._expert_elements(each, way) for each in layouts], dtype=float)[..., None]
         layout = layouts[0]
         several = self.cell.shape[0] > layout.dp * layout.micro_batch
         beside = np.array([e.in_backward[layout.pp > 1] for e in self.backends.values()], dtype=float).T
         whole, shared, of_layer = whole + beside[0], shared + several * beside[1], beside[2]
-        of_others = (whole + shared / sharing) * way.elements.of_stage(self.periods, layout.pp)
+        held = (self._held(each, way) for each in layouts)
+        of_all = np.array([sum((whole + shared / ranks) * n for _, n, ranks in each) for each in held])
         experts = [way.experts.layer / math.prod(each.fold or (1,)) for each in layouts]
         at_once = (way.elements.layer + np.array(experts)[:, None]) / self.layers * self.periods
-        return np.asarray(of_others + (whole + shared / held[:, 1]) * held[:, 0] + of_layer * at_once)
+        return np.asarray(of_all + of_layer * at_once)
 
     def activations(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """Bytes of all but states of training on the fullest rank at its peak, [layouts, savings]."""
