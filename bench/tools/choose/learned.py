@@ -46,8 +46,7 @@ class Waiting:
         candidates: all candidates, also those that were taken.
         estimated_s: estimated seconds of each candidate.
         ways, variants: all ways and variants that candidates have.
-        alike: for each group of candidates with one way and the same variants, the indices of these.
-        alike_at: for each candidate, the index of its group.
+        places: for each candidate, the indices of its way and of its variants.
         left: for each candidate, whether it still waits.
     """
 
@@ -56,7 +55,6 @@ class Waiting:
         self.estimated_s = np.array([each.estimated_s for each in candidates], dtype=float)
         ways: dict[Way, int] = {}
         variants: dict[Variant, int] = {}
-        alike: dict[tuple[int, ...], int] = {}
         places = [
             (
                 ways.setdefault(each.layout.way, len(ways)),
@@ -64,8 +62,7 @@ class Waiting:
             )
             for each in candidates
         ]
-        self.alike_at = np.array([alike.setdefault(each, len(alike)) for each in places], dtype=int)
-        self.alike = np.array([*alike], dtype=int).reshape(len(alike), -1)
+        self.places = np.array(places, dtype=int)
         self.ways, self.variants = [*ways], [*variants]
         self.left = np.ones(len(candidates), dtype=bool)
 
@@ -98,7 +95,7 @@ class Waiting:
     def leave_out(self, of_strategy: Callable[[str], bool]) -> int:
         """Leave out the candidates of strategies that the function accepts; returns how many waited."""
         of_ways = np.array([of_strategy(way.strategy) for way in self.ways], dtype=bool)
-        gone = self.left & of_ways[self.alike[:, 0]][self.alike_at]
+        gone = self.left & of_ways[self.places[:, 0]]
         self.left &= ~gone
         return int(gone.sum())
 
@@ -247,7 +244,7 @@ class Learned:
         # the traced ways of each strategy, of which the one most like a way counts
         alike = {each: [way for way in self._ways if way.strategy == each] for each in relatives}
         nearest = [min(alike[w.strategy], key=partial(_doublings, w), default=None) for w in waiting.ways]
-        way_at, *variants_at = waiting.alike.T
+        way_at, *variants_at = waiting.places.T
         ways = np.array([self._columns.get(each, unknown) for each in nearest], dtype=int)[way_at]
         variants = np.array([self._columns.get(each, unknown) for each in waiting.variants], dtype=int)
         columns = [ways, *(variants[at] for at in variants_at)]
@@ -260,11 +257,11 @@ class Learned:
         parts = np.array([self._slowest_part(each) for each in strategies], dtype=float)[way_at]
         of_parts = np.maximum(parts - math.log(_OF_PARTS), -math.log(UNKNOWN))
         least = np.where(ways < unknown, off - margins, of_parts)
-        return Bounds(*(waiting.estimated_s * np.exp(each)[waiting.alike_at] for each in (off, least)))
+        return Bounds(*(waiting.estimated_s * np.exp(each) for each in (off, least)))
 
     def _deviations(self, columns: Sequence[np.ndarray]) -> np.ndarray:
-        """Standard deviations of sums of factors, one sum for each group of candidates; an unknown factor has
-        the variance from before any trace, and depends on no other factor."""
+        """Standard deviations of sums of factors, one sum for each candidate; an unknown factor has the
+        variance from before any trace, and depends on no other factor."""
         own = np.append(np.diag(self._covariance), _SD**2)
         others = np.pad(self._covariance - np.diag(np.diag(self._covariance)), (0, 1))
         crossed = sum(others[a, b] for a, b in itertools.combinations(columns, 2))
