@@ -57,8 +57,6 @@ from spbench.bench.measure.engines.setup import set_up as set_up
 from spbench.bench.measure.engines.step_line import StepNumbers as StepNumbers
 from spbench.bench.measure.engines.step_line import steady_counts as steady_counts
 from spbench.bench.measure.engines.step_times import add_simulated_time as add_simulated_time
-from spbench.bench.measure.engines.step_times import add_step_time as add_step_time
-from spbench.bench.measure.engines.step_times import bound_of as bound_of
 from spbench.bench.measure.engines.step_times import can_time as can_time
 from spbench.bench.measure.engines.step_times import seconds as seconds
 from spbench.bench.measure.engines.step_times import utilization as utilization

@@ -116,10 +116,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     step, *deeper = (_grown({n: step_of(each) for n, each in t.items()}, micro_batches) for t in by_depth)
     step = step.on(deeper[0], more) if deeper else step
     measurement.communication = []
-    measure.add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
-    measurement.parts = dict(step.parts)
-    measurement.bound = measure.bound_of({**measurement.breakdown, **measurement.parts})
-    measurement.mfu = measure.utilization(cell, step.step_time_s)
+    measure.add_simulated_time(measurement, cell, step)
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
 
