@@ -310,14 +310,11 @@ def of_one_axis(mesh: Mapping[str, int]) -> dict[str, int]:
 
 def groups_of(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
     """The ranks of every group along these axes, [groups, ranks]; those of folded axes are in one stage."""
+    ranks: np.ndarray = np.arange(impls.ranks_along(ORDER, mesh))
+    order = [*ORDER]
     if impls.folds(axes):
-        ranks = np.arange(impls.ranks_along(ORDER, mesh)).reshape([mesh[axis] for axis in ORDER])
-        ranks = np.moveaxis(ranks, ORDER.index("pp"), 0).reshape(
-            mesh["pp"], *(mesh[axis] for axis in impls.EXPERT_AXES)
-        )
+        ranks = ranks.reshape(mesh["dp"], mesh["pp"], -1).swapaxes(0, 1)  # by stage
         order = ["pp", *impls.EXPERT_AXES]
-    else:
-        order = [*ORDER]
-        ranks = np.arange(impls.ranks_along(order, mesh)).reshape([mesh[axis] for axis in order])
+    ranks = ranks.reshape([mesh[axis] for axis in order])
     last = [order.index(axis) for axis in axes]
     return np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))

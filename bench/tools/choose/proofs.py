@@ -167,10 +167,11 @@ def _promising_pairs(
     """
     needed = before.memory.total_bytes
     left = {written(v.change.settings): v.memory.total_bytes / needed for v in tried if v.change}
-    helping = [each for each in changes if left.get(written(each.settings), 1.0) < 1]
+    helping = enumerate(each for each in changes if left.get(written(each.settings), 1.0) < 1)
+    by_cost = sorted(itertools.combinations(helping, 2), key=lambda two: two[0][0] + two[1][0])
     shares = [
         (left[written(one.settings)] * left[written(other.settings)], change)
-        for one, other in suggestions.pairs(helping)
+        for (_, one), (_, other) in by_cost
         if (one.divides or other.divides or not dividing) and (change := suggestions.together([one, other]))
     ]
     likely = [change for share, change in shares if share <= before.memory.card_bytes / needed]

@@ -39,6 +39,12 @@ class Change:
         return "strategy" in self.settings
 
     @property
+    def of_ranks(self) -> bool:
+        """Whether the change divides ranks or samples in another way."""
+        divides = ("sizes.", "strategy", "training.micro_batches")
+        return any(name.startswith(divides) for name in self.settings)
+
+    @property
     def of_model(self) -> bool:
         """Whether the change is only in how the model computes."""
         return all(name.startswith("model_options.") for name in self.settings)
@@ -179,22 +185,6 @@ def _divided(cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
     return settings
 
 
-def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
-    """Pairs of changes that go together, pairs of early changes first: not changes to another job, and not
-    two changes of one setting or of the division of ranks."""
-    single = [each for each in changes if not each.other_job]
-    by_cost = sorted(itertools.combinations(enumerate(single), 2), key=lambda two: two[0][0] + two[1][0])
-    for (_, one), (_, other) in by_cost:
-        if not _parts(one) & _parts(other):
-            yield one, other
-
-
-def _parts(change: Change) -> set[str]:
-    """The settings of a change; all settings that divide the ranks count as one, "ranks"."""
-    divides = ("sizes.", "strategy", "training.micro_batches")
-    return {"ranks" if name.startswith(divides) else name for name in change.settings}
-
-
 #: the option whose values are united if several switches set it
 MODULES = "model_options.recompute_modules"
 RECOMPUTE, _BACKEND = "model_options.recompute", "training.backend"
@@ -236,8 +226,8 @@ def _by_module(model: impls.Model) -> Iterator[Change]:
 
 
 def together(changes: Sequence[Change]) -> Change | None:
-    """Switches as one change, which recomputes the modules of all; None: two switches set one option to
-    different values, or one switch contains another."""
+    """Changes as one change, which recomputes the modules of all; None: one is of another job or contains
+    another change, or two divide the ranks or set one option to different values."""
     settings: dict[str, Any] = {}
     for change in changes:
         for name, value in change.settings.items():
@@ -246,7 +236,8 @@ def together(changes: Sequence[Change]) -> Change | None:
             elif settings.setdefault(name, value) != value:
                 return None
             settings[name] = value
-    if any(_within(a, b) for a in changes for b in changes if a is not b):
+    both = itertools.permutations(changes, 2)
+    if any(a.other_job or _within(a, b) or (a.of_ranks and b.of_ranks) for a, b in both):
         return None
     return Change(settings, "; ".join(change.words for change in changes))
 

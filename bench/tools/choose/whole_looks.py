@@ -164,14 +164,10 @@ class LookedAt:
         cell = layout.cell
         switches = without_switches(self.question, cell)
         others = other_settings(self.question, cell) if cell.sizes.pp <= _FEW_STAGES else {}
-        changes = [
-            *((*each, True) for each in switches.items()),
-            *((*each, False) for each in others.items()),
-        ]
+        changes = {**switches, **others}
         self.behind.expect("what its settings cost", len(changes))
-        seen = self._looked_at([each for _, each, _ in changes])
-        both = zip(changes, seen, strict=True)
-        return [price(what, used, layout, other) for (what, _, used), other in both if other is not None]
+        seen = zip(changes, self._looked_at([*changes.values()]), strict=True)
+        return [price(what, what in switches, layout, other) for what, other in seen if other is not None]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ changes that options and backends declare: each can be made, and asks for someth
 cell that does not fit, with made-up memory: pairs where no single one is enough.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
@@ -24,7 +25,7 @@ from spbench.bench.tools.choose.possible import absence, left_out_by_length, pos
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, MOST_PAIRS, Proofs, prove
 from spbench.bench.tools.choose.question import Question, question
 from spbench.bench.tools.choose.ranking import SearchResult
-from spbench.bench.tools.choose.suggestions import pairs, single_changes, together
+from spbench.bench.tools.choose.suggestions import single_changes, together
 from spbench.impls.registries import all_backends, all_models, all_strategies
 from tests.grid import tabled
 from tests.tools.choose import questions
@@ -259,11 +260,10 @@ def test_strategies_that_divide_a_sequence_are_among_the_changes() -> None:
 
 def test_pairs_are_of_different_things() -> None:
     single = single_changes(cell(sizes={"dp": 8}, strategy="single", training={"backend": "ddp"}))
-    for one, other in pairs(single):
-        change = together([one, other])
-        settings = change.settings if change else {}
-        assert len(settings) == len(one.settings) + len(other.settings)
-        assert {one.other_job, other.other_job} == {False}
+    for one, other in itertools.combinations(single, 2):
+        if (change := together([one, other])) is not None:
+            assert change.settings == {**one.settings, **other.settings} == {**other.settings, **one.settings}
+            assert [one.other_job, other.other_job, one.of_ranks and other.of_ranks] == [False] * 3
 
 
 @pytest.mark.parametrize("name", sorted(all_models()))
