@@ -8,7 +8,7 @@ or beside the tests that those which cost most were.
 The script reads the verdicts in FOLDER (default: results/verification), and refuses code on which a case is
 red or a strategy has no green case. It also writes the counts of the verdicts into the summary of
 results/verification, which is committed in place of the verdicts; the nightly job keeps these whole.
-With "tests" the script runs the tests of the files in tests/recorded.json. If all pass, it notes the digest
+With "tests" the script runs the tests of the files in tests/recorded.json. If all pass, it notes the digests
 of the code there, and later default runs have only a few of these tests.
 """
 
@@ -46,16 +46,18 @@ def record_tests() -> None:
     sys.path.insert(0, str(TREE))  # the tests are in no package that is installed
     from tests import recorded
 
-    record, code = json.loads(recorded.RECORD.read_text(encoding="utf-8")), recorded.digest()
-    files = [str(recorded.TESTS / name) for name in record["files"]]
+    record = json.loads(recorded.RECORD.read_text(encoding="utf-8"))
+    files = [str(recorded.TESTS / name) for each in record.values() for name in each["files"]]
+    code = {group: recorded.digest(group) for group in record}
     if subprocess.run([sys.executable, "-m", "pytest", "-n", "2", *files], cwd=TREE).returncode:
         raise SystemExit(f"not recorded: of the files in {recorded.RECORD} a test has failed")
     recorded.digest.cache_clear()
-    if recorded.digest() != code:
+    if {group: recorded.digest(group) for group in record} != code:
         raise SystemExit("not recorded: the code was changed while its tests ran; run them again")
-    record["code"] = code
+    for group, each in record.items():
+        each["code"] = code[group]
     recorded.RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"{len(files)} files of tests are green on {code}")
+    print(f"{len(files)} files of tests are green on {', '.join(code.values())}")
 
 
 def _with_ranks() -> set[str]:

@@ -1,8 +1,9 @@
 """The test files of recorded.json, which were green on exactly this code: of their cases the default run has
 a few, other ones for each state of the code.
 
-Only a run that names no path, no word and no mark reads the record, so that `pytest tests` runs all. If the
-code that these files import, a table that they read, Python or torch is another one, all of them run.
+Only a run that names no path, no word and no mark reads the record, so that `pytest tests` runs all. The
+files are in two groups, because a change of tools does not reach the instrument. If the code that the files
+of a group import, a table that they read, Python or torch is another one, all files of the group run.
 `python scripts/prove.py tests` runs the files, and writes the record.
 """
 
@@ -26,32 +27,38 @@ DRAWN, DRAWN_FILES = 24, 4
 #: the recorded files that this run leaves out but for a few cases
 LEFT_OUT = pytest.StashKey[list[str]]()
 
-#: what recorded files may read: the instrument, which imports neither commands nor tools (api/test_rooms.py),
-#: scenarios and clusters, the tests of impls and the instrument, and the scripts and modules that these run
-_READ = (
+#: by group, what its files may read. "instrument": the instrument, which imports neither commands nor tools
+#: (api/test_rooms.py), scenarios and clusters, the tests of impls and the instrument, and the scripts and
+#: modules that these run; "tools": all code and all results, but no pages
+_OF_INSTRUMENT = (
     *("impls", "bench", "scenarios", "scripts", "tests/*.*"),
     *("tests/impls", "tests/measure", "tests/bench", "tests/examples", "tests/plugins"),
 )
-_NOT_READ = ("bench/tools", "bench/command_line", "tests/recorded.json", "bench/measure/verify/proven.json")
-_KINDS = {".py", ".pyi", ".yaml", ".json", ".csv"}
+READ = {
+    "instrument": _OF_INSTRUMENT,
+    "tools": (*_OF_INSTRUMENT, "spbench", "plots", "results", "tests/tools"),
+}
+_NEVER_READ = ("tests/recorded.json", "bench/measure/verify/proven.json")
+_NOT_READ = {"instrument": ("bench/tools", "bench/command_line", *_NEVER_READ), "tools": _NEVER_READ}
+_KINDS = {".py", ".pyi", ".yaml", ".json", ".csv", ".jsonl", ".sh", ".toml", ".txt"}
 
 
-def read_files(root: Path) -> list[Path]:
-    """The files below ``root`` that recorded files may read."""
-    tops = [top for place in _READ for top in root.glob(place)]
+def read_files(root: Path, group: str) -> list[Path]:
+    """The files below ``root`` that the recorded files of a group may read."""
+    tops = [top for place in READ[group] for top in root.glob(place)]
     return [
         path
         for path in (each for top in tops for each in (top, *top.rglob("*")))
-        if path.suffix in _KINDS and not any(path.is_relative_to(root / each) for each in _NOT_READ)
+        if path.suffix in _KINDS and not any(path.is_relative_to(root / each) for each in _NOT_READ[group])
     ]
 
 
 @cache
-def digest(root: Path = TESTS.parent) -> str:
-    """The digest of what recorded files may read, without docstrings and comments, and the releases of Python
-    and torch."""
+def digest(group: str, root: Path = TESTS.parent) -> str:
+    """The digest of what recorded files of a group may read, without docstrings and comments, and the
+    releases of Python and torch."""
     python, torch = platform.python_version_tuple(), version("torch").partition("+")[0]
-    return f"{digest_of_files(root, read_files(root))} Python {python[0]}.{python[1]} torch {torch}"
+    return f"{digest_of_files(root, read_files(root, group))} Python {python[0]}.{python[1]} torch {torch}"
 
 
 @pytest.hookimpl(tryfirst=True)  # before the cache, which has digests of unchanged files, is another folder
@@ -61,8 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     record = json.loads(RECORD.read_text())
     is_default = config.args_source == config.ArgsSource.TESTPATHS and config.option.markexpr == "not slow"
-    is_green = is_default and not config.option.keyword and record["code"] == digest()
-    config.stash[LEFT_OUT] = record["files"] if is_green else []
+    green = [each for each in record if record[each]["code"] == digest(each)] if is_default else []
+    left_out = [name for each in green for name in record[each]["files"]]
+    config.stash[LEFT_OUT] = [] if config.option.keyword else left_out
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -72,7 +80,7 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def _draw() -> random.Random:
-    return random.Random(digest())
+    return random.Random(digest("tools"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

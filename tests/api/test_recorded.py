@@ -12,7 +12,14 @@ import pytest
 from tests import recorded
 from tests.grid import data
 
-FILES: list[str] = json.loads(recorded.RECORD.read_text())["files"]
+RECORD: dict[str, Any] = json.loads(recorded.RECORD.read_text())
+FILES = {group: each["files"] for group, each in RECORD.items()}
+ALL = FILES["instrument"]
+#: by group, modules that its files may not import
+OTHERS = {
+    "instrument": ("spbench.api", "bench.tools", "bench.command_line", "spbench.plots", "tests.tools"),
+    "tools": ("tests.docs", "tests.plots", "tests.scripts", "tests.api"),
+}
 
 
 @cache
@@ -28,12 +35,13 @@ def modules_of(file: Path) -> set[str]:
 
 
 def test_recorded_files_import_what_the_digest_has() -> None:
-    read = {*recorded.read_files(recorded.TESTS.parent)}
-    others = ("spbench.api", "bench.tools", "bench.command_line", "spbench.plots", "tests.tools")
-    for path in (recorded.TESTS / name for name in FILES):
-        assert path in read
-        assert not [each for each in modules_of(path) if any(other in each for other in others)], path
-        assert "spbench" not in modules_of(path), path  # whose public names may be of tools
+    for group, names in FILES.items():
+        read = {*recorded.read_files(recorded.TESTS.parent, group)}
+        for path in (recorded.TESTS / name for name in names):
+            assert path in read
+            assert not [m for m in modules_of(path) if any(other in m for other in OTHERS[group])], path
+            # the package's public names may be of tools
+            assert group == "tools" or "spbench" not in modules_of(path), path
 
 
 def test_other_code_is_another_digest(tmp_path: Path) -> None:
@@ -41,28 +49,30 @@ def test_other_code_is_another_digest(tmp_path: Path) -> None:
     for path in (code, tool):
         path.parent.mkdir(parents=True)
         path.write_text("hops = 1")
-    before = recorded.digest.__wrapped__(tmp_path)
+    instrument, tools = (recorded.digest.__wrapped__(group, tmp_path) for group in recorded.READ)
     tool.write_text("hops = 2")
     code.write_text("hops = 1  # a comment")
-    assert recorded.digest.__wrapped__(tmp_path) == before
+    assert recorded.digest.__wrapped__("instrument", tmp_path) == instrument
+    assert recorded.digest.__wrapped__("tools", tmp_path) != tools
     code.write_text("hops = 2")
-    assert recorded.digest.__wrapped__(tmp_path) != before
+    assert recorded.digest.__wrapped__("instrument", tmp_path) != instrument
 
 
 @pytest.mark.parametrize("changed", ["", "code", "path", "mark", "word"])
 def test_what_leaves_files_out(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = {"files": FILES, "code": "other" if changed == "code" else "this"}
+    code = "other" if changed == "code" else "this"
+    record = {"instrument": {"files": ALL, "code": code}, "tools": {"files": ["x.py"], "code": "older"}}
     (tmp_path / "recorded.json").write_text(json.dumps(record))
     monkeypatch.setattr(recorded, "RECORD", tmp_path / "recorded.json")
-    monkeypatch.setattr(recorded, "digest", lambda: "this")
+    monkeypatch.setattr(recorded, "digest", lambda group: "this")
     sources = pytest.Config.ArgsSource
     source = sources.ARGS if changed == "path" else sources.TESTPATHS
     config: Any = SimpleNamespace(args_source=source, ArgsSource=sources, stash=pytest.Stash())
     mark, word = "slow" if changed == "mark" else "not slow", "ring" if changed == "word" else ""
     config.option = SimpleNamespace(markexpr=mark, keyword=word)
     recorded.pytest_configure(config)
-    ignored = [name for name in FILES if recorded.pytest_ignore_collect(recorded.TESTS / name, config)]
-    assert len(ignored) == (0 if changed else len(FILES) - recorded.DRAWN_FILES)
+    ignored = [name for name in ALL if recorded.pytest_ignore_collect(recorded.TESTS / name, config)]
+    assert len(ignored) == (0 if changed else len(ALL) - recorded.DRAWN_FILES)
 
 
 def test_each_file_of_tests_is_in_one_shard() -> None:

@@ -9,6 +9,7 @@ from spbench.bench.measure.engines.virtual import VirtualEngine, trace_classes
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.collectives import all_to_all
 from spbench.impls.fused_exchange import fused_all_to_all
+from tests.cells import make_cell
 
 
 def both_ways(mesh: DeviceMesh) -> list[list[torch.Tensor]]:
@@ -33,19 +34,12 @@ def test_results_are_the_same_bit_by_bit(pool: RankPool, ranks: int) -> None:
 
 def cell(ranks: int, fused: bool) -> Cell:
     """The call of fast-ulysses' table: 40 heads of 128, 75,600 positions in all."""
-    return Cell.model_validate(
-        {
-            "model": "attention-call",
-            "model_options": {"heads": 40, "kv_heads": 40},
-            "strategy": "ulysses",
-            "strategy_options": {"fused_exchange": fused},
-            "sizes": {"sp": ranks},
-            "batch": 1,
-            "seq_len": 75_600,
-            "precision": "bf16",
-            "cluster": "h200-sxm",
-            "training": {"step": "inference"},
-        }
+    return make_cell(
+        *("attention-call", "ulysses", {"sp": ranks}, 1, 75_600),
+        model_options={"heads": 40, "kv_heads": 40},
+        strategy_options={"fused_exchange": fused},
+        cluster="h200-sxm",
+        training={"step": "inference"},
     )
 
 

@@ -59,7 +59,6 @@ def assert_proved(cell: Cell, found: Measurement) -> None:
 
 
 BATCH, LENGTH = SearchRequest(quantity="batch"), SearchRequest(quantity="seq_len", step=8)
-EVEN_LENGTH = SearchRequest(quantity="seq_len", step=2)
 
 
 MEGATRON = {"layers": 3, "hidden": 12, "heads": 3, "softmax": "megatron"}
