@@ -19,6 +19,7 @@ from spbench.bench.command_line.cli import COMMANDS
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.plan import plan
+from spbench.bench.tools.jobs import JOBS
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table
 from spbench.bench.tools.run.kinds_of_work import without_own_rates
 from spbench.bench.units import six_digits
@@ -193,6 +194,17 @@ def _of_program(of: ArgumentTable) -> Iterator[str]:
     )
 
 
+def kinds() -> str:
+    """A table of the kinds of job files, with the files and the programs' versions."""
+    rows = []
+    for name, about in JOBS.summaries().items():
+        path = ROOT / "bench" / "tools" / "jobs" / f"{name}.yaml"
+        content = read_yaml(path) if path.exists() else {}
+        programs = [content["program"]] if "program" in content else content.get("versions", {}).values()
+        rows.append([f"`{name}`", about.removeprefix("Jobs of "), "; ".join(map(str, programs))])
+    return table(["kind", "program and files", "version"], rows)
+
+
 def arguments_page() -> str:
     parts = []
     for name in PROGRAMS:
@@ -205,6 +217,9 @@ This page lists each argument that `spbench import` reads, with the setting of a
 becomes, or the reason why it is approximated or refused. Arguments without effect on memory, bytes and time
 are only in [the tables](../../bench/tools/jobs). `spbench import --explain` says this for your files.
 
+## Kinds of job files
+
+{kinds()}
 {chr(10).join(parts)}"""
 
 

@@ -167,9 +167,9 @@ def faults(markdown: str, opening: bool) -> Iterator[Fault]:
     page = list(texts(markdown))
     for mark in _LONG.finditer(markdown):
         before = markdown[: mark.start()]
-        if not re.search(rf"\*About {re.escape(mark[1])}", before[-100:]):
+        if not re.search(rf"\*The .+ takes? about {re.escape(mark[1])}:\*", before[-100:]):
             yield Fault(
-                before.count("\n") + 1, "hidden time", f"write *About {mark[1]} on two cores:* before"
+                before.count("\n") + 1, "hidden time", f"write *The command below takes about {mark[1]}:*"
             )
     if opening:
         yield from _opening(page)

@@ -110,7 +110,7 @@ PLANTED: dict[str, tuple[str, list[tuple[int, str]]]] = {
     "a pronoun": ("They go. So it is.\nThis is it. This page is.", [(7, "pronoun"), (8, "pronoun")]),
     "a comparison": ("This is 3% slower.\nA is 3% slower than B.", [(7, "pronoun"), (7, "than what")]),
     "a hidden time": ("<!-- slow: a minute -->\n```sh\nls\n```", [(7, "hidden time")]),
-    "a time": ("*About a minute on two cores:*\n\n<!-- slow: a minute -->\n```sh\nls\n```", []),
+    "a time": ("*The command below takes about a minute:*\n\n<!-- slow: a minute -->\n```sh\nls\n```", []),
     "a heading": ("## What was sent to it\n\nFine.", [(7, "word")]),
     "a table": (f"| what is\n| --- |\n| {LONG} {LONG} |\n| made (a (b)) |", [(10, "word")]),
     "code and links": (f"```sh\nmade {LONG} (a (b))\n```\n\n[A](made/of_it.md 'told') <!-- made -->", []),
@@ -178,8 +178,8 @@ def test_conclusions_from_layouts_on_64_gpus() -> None:
 def test_how_much_of_the_peak_the_longest_sequences_reach() -> None:
     found = {line["name"]: float(line["mfu"]) for line in reversed(rows("layouts.csv", RESULTS / "advice"))}
     for sentence, name in (
-        (r"peak FLOPs\) of (\d+)%", "8b-8-1m"),
-        (r"two replicas reaches (\d+)%", "8b-64-1m"),
+        (r"peak FLOP/s\) of (\d+)%", "8b-8-1m"),
+        (r"two replicas reaches an MFU of (\d+)%", "8b-64-1m"),
     ):
         assert numbers("advice.md", sentence) == [round(100 * found[name])]
 

@@ -283,11 +283,10 @@ def counts(verdict: PaperVerdict) -> str:
     if not verdict.judged:
         return "nothing was judged"
     text = f"{verdict.met} of {verdict.judged} numbers are met"
-    if verdict.median is not None:
-        text += f", median error {percent(verdict.median)}, worst {percent(max(verdict.errors), 0)}"
+    if (middle := verdict.median) is not None:
+        text += f". The median error is {percent(middle)}, the worst {percent(max(verdict.errors), 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
-        what = "the paper's formulas of sent bytes differ from our metered bytes"
-        text += f"{';' if verdict.errors else ','} {what} by up to {percent(worst, 0)}"
+        text += f". The paper's formulas differ from our bytes by up to {percent(worst, 0)}"
     return text
 
 

@@ -148,7 +148,7 @@ def test_a_number_that_is_compared_twice_is_counted_once() -> None:
 def test_the_sentence_has_the_numbers_and_the_scenario_with_the_most_misses() -> None:
     lines = [record("a"), record("b", 0.3, scenario="bad"), record("c", -0.5, scenario="bad")]
     records = frame_of(lines)
-    assert counts(verdict_on(records)) == "1 of 3 numbers are met, median error 30.0%, worst 50%"
+    assert counts(verdict_on(records)) == "1 of 3 numbers are met. The median error is 30.0%, the worst 50%"
     assert most_misses(records) == ("bad", "2 of 2")
     assert most_misses(records[:1]) is None
     assert counts(verdict_on(records[:0])) == "nothing was judged"
@@ -158,8 +158,8 @@ def test_the_sentence_leaves_no_worst_error_out() -> None:
     """Closed forms have no part in the median, but are named where they are off."""
     lines = [record("a"), record("f@1", role="formula"), record("f@2", 8.0, role="formula")]
     off = frame_of(lines)
-    differ = "the paper's formulas of sent bytes differ from our metered bytes by up to 800%"
-    text = f"1 of 2 numbers are met, median error 0.0%, worst 0%; {differ}"
+    differ = "The paper's formulas differ from our bytes by up to 800%"
+    text = f"1 of 2 numbers are met. The median error is 0.0%, the worst 0%. {differ}"
     assert counts(verdict_on(off)) == text
-    assert counts(verdict_on(off[2:])) == f"0 of 1 numbers are met, {differ}"
+    assert counts(verdict_on(off[2:])) == f"0 of 1 numbers are met. {differ}"
     assert "closed" not in counts(verdict_on(off[:2]))
