@@ -161,8 +161,7 @@ def _of_the_whole(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _of_all_parts(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The statistics [N, 3, B, L], or without tokens [1, 3, B, 0], in one message where Megatron-LM's own
-    cross entropy sends three."""
+    """The statistics [N, 3, B, L], or [1, 3, B, 0], in one message where Megatron-LM's loss sends three."""
     own = _statistics(logits, labels, _first_row(logits, group))
     parts = own if group is None else all_gather_flat(own.flatten(), group)
     return parts.view(-1, *own.shape) if own.numel() else own.unsqueeze(0)  # no tokens: one empty part
