@@ -1,6 +1,6 @@
 """A measurement, the numbers that an engine returns for a cell, and an outcome, the result of running it."""
 
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Self
 
@@ -112,6 +112,7 @@ class _ClassMemory(TypedDict, total=False):
     allocated_bytes: Number | None
     host_memory_bytes: Number | None
     returned_bytes: Number
+    returned_s: Number
     peak_held: dict[Text, Number]
     phase_ends: dict[Text, dict[Text, Number]]
 
@@ -154,7 +155,8 @@ class Measurement(Record):
             (at the end of the step), ``phase_ends`` (by name of a phase, at the end of the last phase of that
             name, the bytes ``allocated`` then, and ``reserved`` up to then); if the rank holds any,
             ``host_memory_bytes`` (the most so far); if the card is full, ``returned_bytes`` (the bytes that
-            the allocator returns to the card within the step, to get other blocks; no step time counts this).
+            the allocator returns to the card within the step, to get other blocks) and ``returned_s`` (the
+            seconds of the driver's calls for them, by benchmarks of these calls on other cards).
         imbalance: for packed documents or ranks with unequal work, the number of query-key pairs of the rank
             with the most pairs, over the mean of all ranks.
         expert_imbalance: for models with experts, the tokens of the rank whose experts get most, over the
@@ -290,10 +292,9 @@ def filled(measured: Mapping[str, Any]) -> float | None:
     most = max([n for n in [*reserved, measured.get("reserved_memory_bytes")] if n], default=None)
     if not usable or most is None:
         return None
-    return max(most / usable, 1.0 if returned_bytes(measured) else 0.0)
+    return max(most / usable, 1.0 if returned(measured.get("by_class") or ()) else 0.0)
 
 
-def returned_bytes(measured: Mapping[str, Any]) -> int:
-    """The most bytes that a rank's allocator returns to a full card within a step, to get other blocks."""
-    steps = (entry for entry in measured.get("by_class") or () if entry.get("step"))
-    return max((entry.get("returned_bytes", 0) for entry in steps), default=0)
+def returned(by_class: Sequence[Mapping[str, Any]], field: str = "returned_bytes", first: int = 1) -> Any:
+    """The most ``returned_bytes`` (or ``returned_s``) of a rank in a step from number ``first`` on."""
+    return max((each.get(field, 0) for each in by_class if (each.get("step") or 0) >= first), default=0)

@@ -192,8 +192,9 @@ class StepTraces(ClassTraces):
     ) -> None:
         super().add_time(measurement, simulated or (lambda: self.timeline))
         if measurement.step_time_s and any(each.compiled for each in self.traced):
-            parts = self.timeline.breakdown, self.timeline.priced_by
-            add_rates(measurement, self.cell, *parts, [COMPILED.price])
+            add_rates(
+                measurement, self.cell, measurement.breakdown, self.timeline.priced_by, [COMPILED.price]
+            )
 
     def simulator(self, cluster: Cluster | None = None) -> Simulator:
         programs = [each.program for each in self.traces if each.program is not None]

@@ -76,8 +76,8 @@ def limit_by_host(
     sums = np.bincount(nodes, weights=held).astype(np.int64)
     node = int(sums.argmax())
     measurement.peak_host_memory_bytes, measurement.node_host_memory_bytes = int(held.max()), int(sums[node])
-    if measurement.status == "ok" and host_is_full(measurement, cell):
-        total = cluster.host_memory.total_bytes.value or 0
+    total = cluster.host_memory.total_bytes.value
+    if measurement.status == "ok" and total is not None and measurement.node_host_memory_bytes > total:
         ranks, fullest = int((nodes == node).sum()), int(held[nodes == node].max())
         measurement.status = "oom"
         measurement.reason = (
@@ -95,12 +95,6 @@ def part_of_host(cell: Cell, nbytes: int) -> float:
     ranks = int(np.bincount(node_of(np.arange(cell.sizes.world), cluster)).max())
     total = cluster.host_memory.total_bytes.value
     return nbytes * ranks / total if total else 0.0
-
-
-def host_is_full(measurement: Measurement, cell: Cell) -> bool:
-    """Whether the ranks of a node hold more bytes in its host memory than the cluster's file gives."""
-    total = load_cluster(cell.cluster).host_memory.total_bytes.value
-    return total is not None and (measurement.node_host_memory_bytes or 0) > total
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:
@@ -158,7 +152,8 @@ class RankMemory:
             ``reserved`` at the end of the last phase of that name.
         reserved_on_card: the most bytes reserved on the real card, until the last step or the failure.
         failure: the point at which the rank runs out of memory; None if it does not.
-        returned: bytes that the allocator returns to the card in set-up, and in each step; empty: none.
+        returned: for set-up and each step, (bytes that the allocator returns to the full card, the driver's
+            seconds to return and replace them); empty: none.
     """
 
     setup: Peak
@@ -167,7 +162,7 @@ class RankMemory:
     phase_ends: Sequence[Mapping[str, Mapping[str, int]]]
     reserved_on_card: int
     failure: Failure | None
-    returned: Sequence[int] = ()
+    returned: Sequence[tuple[int, float]] = ()
 
     @classmethod
     def of(
@@ -203,8 +198,8 @@ class RankMemory:
         ]
         ends_of = log.step_start, *log.step_ends
         by_step = [reserved[at] for at in ends_of]
-        so_far = [0, *(dict(zip(stops, found.returned, strict=True))[at] for at in ends_of)]
-        within = [after - before for before, after in pairwise(so_far)]
+        so_far = [(0, 0.0), *(dict(zip(stops, found.returned, strict=True))[at] for at in ends_of)]
+        within = [(n - before[0], s - before[1]) for before, (n, s) in pairwise(so_far)]
         return cls(setup, peaks, by_step, [{}, *phase_ends], card.peak_reserved, failure, within)
 
     @property
@@ -218,7 +213,7 @@ class RankMemory:
 
     def rows(self, ranks: RankClass) -> list[dict[str, Any]]:
         """The rows of :attr:`Measurement.by_class` for the rank's class: set-up, then each step."""
-        returned = self.returned or [0] * (1 + len(self.peaks))
+        returned = self.returned or [(0, 0.0)] * (1 + len(self.peaks))
         return [
             {
                 "rank": ranks.first,
@@ -232,9 +227,9 @@ class RankMemory:
                 "reserved_memory_bytes": reserved,
                 "allocated_bytes": peak.at_end,
                 "phase_ends": ends,
-                **({"returned_bytes": freed} if freed else {}),
+                **({"returned_bytes": freed, "returned_s": freed_s} if freed else {}),
             }
-            for step, (peak, reserved, freed, ends) in enumerate(
+            for step, (peak, reserved, (freed, freed_s), ends) in enumerate(
                 zip([self.setup, *self.peaks], self.reserved, returned, self.phase_ends, strict=True)
             )
         ]

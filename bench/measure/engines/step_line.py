@@ -10,7 +10,7 @@ step large enough to count.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Self, TypeVar
 
@@ -23,6 +23,7 @@ from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.trace.meter import Operation
+from spbench.bench.measurement import returned
 from spbench.bench.setting_values import STAND_IN, StandIn
 
 #: the numbers of groups of micro-batches in the steps to be traced, without and with a proof of the line
@@ -78,10 +79,23 @@ class StepNumbers:
     flops: Flops
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Self:
-        """The numbers of a timeline."""
-        numbers = timeline.step_time_s, timeline.breakdown, timeline.parts, timeline.priced_by
-        return cls(*numbers, timeline.flops)
+    def of(cls, step: "Timeline | StepNumbers") -> Self:
+        """The numbers of a timeline, or of other numbers."""
+        return cls(step.step_time_s, step.breakdown, step.parts, step.priced_by, step.flops)
+
+    def with_allocator(self, memory: Sequence[Mapping[str, Any]], last: int) -> Self:
+        """The numbers with a part in which all work waits for the driver, because the allocator returns
+        segments to a full card and asks for others. Launches that come late after that do not count.
+
+        Args:
+            memory: the memory of rank classes at each step, :attr:`Measurement.by_class`.
+            last: the number of the last step.
+        """
+        if not (seconds := returned(memory, "returned_s", last)):
+            return self
+        calls = Substitute("the allocator's calls", "other cards' drivers", "transferred")
+        breakdown, priced_by = {**self.breakdown, "allocator_s": seconds}, {**self.priced_by, calls: seconds}
+        return replace(self, step_time_s=self.step_time_s + seconds, breakdown=breakdown, priced_by=priced_by)
 
     def on(self, other: Self, times: float) -> Self:
         """This step's numbers plus ``times`` times the differences to ``other``'s numbers; at least 0."""

@@ -12,7 +12,6 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -123,7 +122,7 @@ BOUNDS = {
     "intra-node links": ("intra_node_s",),
     "inter-node links": ("inter_node_s",),
     "bubble": ("bubble_s",),
-    "host": ("overhead_s", "host_s"),
+    "host": ("overhead_s", "host_s", "allocator_s"),
 }
 
 
@@ -132,7 +131,7 @@ def add_step_time(
     cell: Cell,
     step_time_s: float,
     breakdown: Mapping[str, float] | None = None,
-    priced_by: Mapping[Substitute, float] = MappingProxyType({}),
+    priced_by: Mapping[Substitute, float] | None = None,
 ) -> None:
     """Set a measurement's step time, and its throughput in tokens/s and samples/s of the whole batch; for a
     simulated time also its breakdown and the class of its rates.
@@ -150,7 +149,7 @@ def add_step_time(
         ranks = {**cell.sizes.by_axis, "nodes": -(-cell.sizes.world // cluster.devices_per_node)}
         ranks["graphs"] = 1 + (cell.training.cuda_graph != "none")
         stood_in = stand_ins(cell.program, cell.training.backend, ranks, cluster.network.name)
-        add_rates(measurement, cell, breakdown, priced_by, [each.price for each in stood_in])
+        add_rates(measurement, cell, breakdown, priced_by or {}, [each.price for each in stood_in])
 
 
 def add_rates(
@@ -170,21 +169,22 @@ def add_rates(
     measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
 
 
-def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline | StepNumbers) -> None:
+def add_simulated_time(measurement: Measurement, cell: Cell, simulated: Timeline | StepNumbers) -> None:
     """Set a measurement's simulated step time with its parts, bound, MFU and FLOPs; status mismatch if the
     FLOPs of the ranks disagree with the model's. The FLOPs of the model of a user's step are three times
     those of forward if the step has a backward, as of a model that is trained whole."""
-    add_step_time(measurement, cell, timeline.step_time_s, timeline.breakdown, timeline.priced_by)
-    measurement.parts = dict(timeline.parts)
+    step = StepNumbers.of(simulated).with_allocator(measurement.by_class, cell.training.steps)
+    add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
+    measurement.parts = dict(step.parts)
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
     if cell.strategy == OWN_STEP:
-        forward, _, every = timeline.flops
-        model = 3 * forward if every > forward else forward
+        forward, _, every = step.flops
+        model = (3 if every > forward else 1) * forward
         measurement.flops = {"model": model, "forward": forward, "all": every}
-        measurement.mfu = utilization(cell, timeline.step_time_s, model)
+        measurement.mfu = utilization(cell, step.step_time_s, model)
         return
-    measurement.mfu = utilization(cell, timeline.step_time_s)
-    measurement.flops, wrong = checked_flops(cell, timeline.flops)
+    measurement.mfu = utilization(cell, step.step_time_s)
+    measurement.flops, wrong = checked_flops(cell, step.flops)
     if wrong and measurement.status == "ok":
         measurement.status, measurement.reason = "mismatch", wrong
 

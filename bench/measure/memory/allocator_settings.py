@@ -12,6 +12,9 @@ from spbench.bench.measure.memory import allocator
 
 #: bytes of addresses of a segment: more than any card has, and a multiple of each page size
 _ADDRESSES = allocator.LARGE_SEGMENT * 2**40
+#: seconds of cuMemUnmap, cuMemCreate, cuMemMap and cuMemSetAccess for a page: those of 2 MiB on an A100
+#: (nccl/gpu/shm/bench_vmm of magnate3/linux-riscv-dev@f3389cc), counted for those of 20 MiB too
+PAGE_S = 256e-6
 
 
 class OversizeBlocks(allocator.CachingAllocator):
@@ -177,6 +180,7 @@ class ExpandableSegments(allocator.CachingAllocator):
             self._add_free(self._cut(block, end - block.address))
         self.reserved -= block.size
         self.returned += block.size
+        self.returned_s += block.size // self._page(block.pool) * PAGE_S
         holes = self._holes[block.pool]
         if block.next is not None and self._is_hole(block.next):
             holes.remove(block.next.address)

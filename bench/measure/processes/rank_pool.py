@@ -14,15 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ _LOOK_S = 0.5
 _NO_CPU_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
-class Ranks(ABC):
+class Ranks(AbstractContextManager["Ranks"]):
     """Runs one job after another, each in a process group of its own. Use it as a context manager.
 
     Attributes:
@@ -107,9 +107,6 @@ class Ranks(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release processes and connections; another job starts new ones if needed."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
@@ -54,7 +54,7 @@ def executor_at(address: str | None) -> AbstractContextManager[Executor | None]:
     return nullcontext() if address is None else Executor(address)
 
 
-class Executor:
+class Executor(AbstractContextManager["Executor"]):
     """Runs cells on the workers of the Dask scheduler at dask://HOST:PORT, for one sweep or several in turn;
     each worker runs as many cells at a time as it has threads.
 
@@ -168,9 +168,6 @@ class Executor:
             f"the Dask scheduler at {self.address} is gone; start it and its workers again, "
             "then the same command goes on"
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         with suppress(Exception):  # the scheduler may be gone

@@ -13,7 +13,7 @@ import fcntl
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +158,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
             yield f"{path}:{number}", line
 
 
-class ResultsFile:
+class ResultsFile(AbstractContextManager["ResultsFile"]):
     """The results file of an output folder, held open for appending by one sweep at a time.
 
     Args:
@@ -202,9 +202,6 @@ class ResultsFile:
         self.rows: dict[str, Row] = {row.key: row for row in rows}
         size = os.fstat(self._fd).st_size
         self._unfinished = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-
-    def __enter__(self) -> ResultsFile:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

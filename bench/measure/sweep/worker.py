@@ -16,11 +16,10 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Self
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engine_class
@@ -195,7 +194,7 @@ def _end_all(folder: Path) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-class Crew:
+class Crew(AbstractContextManager["Crew"]):
     """Workers that stay from sweep to sweep, so that each imports torch and fills its caches once.
 
     Leaving the context ends all workers, even busy ones.
@@ -266,9 +265,6 @@ class Crew:
         """End all workers."""
         workers, self.workers = self.workers, []
         end_workers(workers)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.dismiss()

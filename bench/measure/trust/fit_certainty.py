@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, packaged, packaged_errors
-from spbench.bench.measurement import filled, returned_bytes
+from spbench.bench.measurement import filled, returned
 from spbench.bench.units import card_gib, shown_share
 from spbench.impls import MEETINGS, PLUS, model_preset
 
@@ -116,19 +116,18 @@ def certainty(cell: Cell, measured: Mapping[str, Any]) -> Certainty | None:
     part = filled(measured)
     if part is None or cell.engine != "virtual" or measured.get("status") not in ("ok", "oom", "mismatch"):
         return None
-    oom, returned = measured["status"] == "oom", returned_bytes(measured)
+    oom, given_back = measured["status"] == "oom", returned(measured.get("by_class") or ())
     # where segments are given back, the whole card is reserved
-    part = 0.0 if returned else part
+    part = 0.0 if given_back else part
     # fully_shard is eager torch too
     backend = "zero3" if cell.strategy == OWN_STEP else cell.training.backend
     run = Filled(part, kinds_of(cell), backend, "", published_oom=False, oom=oom)
     word, reason = packaged_evidence().judged(run)
-    if word == "no" or not returned:
+    if word == "no" or not given_back:
         return Certainty(word, reason)
-    back = f"PyTorch gives {card_gib(returned)} GiB of segments back to the full card in a step"
-    return Certainty(
-        "tight", "; ".join([f"{back}, the time of which is not counted", *filter(None, [reason])])
-    )
+    back = f"PyTorch gives {card_gib(given_back)} GiB of segments back to the full card in a step"
+    back += "; a step is longer by more than the driver's calls for them, which are counted"
+    return Certainty("tight", "; ".join([back, *filter(None, [reason])]))
 
 
 def kinds_of(cell: Cell) -> frozenset[str]:

@@ -5,10 +5,11 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.progress import remark
@@ -87,7 +88,7 @@ def _name(run: Run) -> str:
     return run.__qualname__
 
 
-class Asking:
+class Asking(AbstractContextManager["Asking"]):
     """Workers that run tasks; the workers stay until the context is left.
 
     Args:
@@ -105,9 +106,6 @@ class Asking:
         self.crew = Crew()
         folder = cache_folder()
         self._cache = None if folder is None else DiskCache(folder / "asked", _LIMIT_BYTES)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.crew.dismiss()

@@ -10,6 +10,7 @@ import os
 import re
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes, Timing, TrainingOptions
 from spbench.bench.measure.clusters.cluster import Cluster, Precision, load_cluster
-from spbench.bench.measure.engines import distributed, step_times, virtual
+from spbench.bench.measure.engines import class_traces, distributed, step_times, virtual
 from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.plan import plan, rank_classes
+from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of
 from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.step_times import (
     add_timed_steps,
@@ -108,6 +110,30 @@ def test_parts_make_up_what_they_are_of() -> None:
     # most of so small a step is launching it, and of this cluster's host nothing was measured
     assert found.rates == "transferred"
     assert [found.priced_by[0][name] for name in ("work", "by")] == ["host", "an H100's host"]
+
+
+def test_memory_that_is_asked_for_again_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a card just so small that the allocator gives memory back in the step, a step is longer by the
+    driver's calls."""
+    training = TrainingOptions(backend="ddp")
+    wide = {"hidden": 768, "inner": 3072, "vocabulary": 8192}
+    on_any = make_cell("causal-transformer-tiny", "single", {"dp": 2}, 8, 512, model_options=wide)
+    case = on_any.model_copy(update={"training": training, "cluster": "a100-sxm-80gb"})
+    traces = virtual.trace_classes(case, events=True)
+    free, log = traces.measurement(), traces.traces[0].memory
+    sizes = range(free.reserved_memory_bytes, free.peak_memory_bytes, -2 * 2**20)
+    capacity = next(n for n in sizes if RankMemory.of(log, n, allocator_of(case)).returned[-1][0])
+    monkeypatch.setattr(class_traces, "usable_memory_bytes", lambda *_: capacity)
+    full = replace(traces).measurement()
+    seconds = full.by_class[-1]["returned_s"]
+    assert full.status == "ok"
+    assert "allocator_s" not in free.breakdown
+    assert full.breakdown["allocator_s"] == seconds > full.by_class[-1]["returned_bytes"] * 1e-12
+    assert full.step_time_s == pytest.approx(free.step_time_s + seconds)
+    assert full.breakdown["host_s"] == free.breakdown["host_s"]
+    assert full.mfu == pytest.approx(free.mfu * free.step_time_s / full.step_time_s)
+    (calls,) = (each for each in full.priced_by if each["work"] == "the allocator's calls")
+    assert calls["share"] == pytest.approx(seconds / full.step_time_s)
 
 
 def test_recomputation_adds_nothing_to_the_flops_of_the_model() -> None:

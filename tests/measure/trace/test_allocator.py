@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory, replay
-from spbench.bench.measure.memory.allocator_settings import ExpandableSegments, unsplit_from
+from spbench.bench.measure.memory.allocator import BYTE_S, SEGMENT_S, CachingAllocator, OutOfMemory, replay
+from spbench.bench.measure.memory.allocator_settings import PAGE_S, ExpandableSegments, unsplit_from
 from tests.grid import tabled
 
 MIB = 2**20
+
+
+def give_back(allocator: CachingAllocator, address: int) -> None:
+    allocator.give_back(allocator._blocks[address])
 
 
 class NaiveAllocator:
@@ -229,7 +233,7 @@ def test_any_program_as_the_naive_allocator(
         if kind == "free" and live:
             address = list(live)[value % len(live)]
             before = allocator.allocated
-            allocator.free(address)
+            give_back(allocator, address)
             naive.free(address)
             assert before - allocator.allocated == live.pop(address)
         elif kind == "malloc":
@@ -259,7 +263,7 @@ def test_any_program_as_the_naive_allocator(
         assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
     assert (allocator.peak_allocated, allocator.peak_reserved) == (peak_allocated, peak_reserved)
     for address in list(live):
-        allocator.free(address)
+        give_back(allocator, address)
     assert allocator.allocated == 0
     # all neighbours have merged: every segment is whole again, and all of them can be returned
     allocator._release_cached()
@@ -316,7 +320,7 @@ def test_best_fit_and_lowest_address_among_equals() -> None:
     four, _, three, _, other_three, _ = (allocator.take(n * MIB).address for n in (4, 2, 3, 2, 3, 2))
     assert allocator.reserved == 20 * MIB
     for hole in (four, other_three, three):
-        allocator.free(hole)
+        give_back(allocator, hole)
     assert allocator.take(3 * MIB).address == three
     assert allocator.take(3 * MIB - MIB // 2).address == other_three  # the smallest that is large enough
     assert allocator.take(3 * MIB + MIB // 2).address == four
@@ -326,7 +330,7 @@ def test_best_fit_and_lowest_address_among_equals() -> None:
 
 def test_cached_block_of_any_size_serves_a_smaller_request() -> None:
     allocator = CachingAllocator()
-    allocator.free(allocator.take(100 * MIB).address)
+    give_back(allocator, allocator.take(100 * MIB).address)
     allocator.take(2 * MIB)  # no segment of 20 MiB is made while one of 100 lies free
     assert (allocator.allocated, allocator.reserved) == (2 * MIB, 100 * MIB)
 
@@ -336,7 +340,7 @@ def test_free_neighbours_merge_on_both_sides(order: tuple[int, ...]) -> None:
     allocator = CachingAllocator()
     blocks = [allocator.take(6 * MIB).address for _ in range(3)]
     for index in order:
-        allocator.free(blocks[index])
+        give_back(allocator, blocks[index])
     assert allocator.allocated == 0
     assert allocator.take(20 * MIB).address == blocks[0]  # the whole segment, with the 2 MiB never asked for
     assert allocator.reserved == 20 * MIB
@@ -345,8 +349,8 @@ def test_free_neighbours_merge_on_both_sides(order: tuple[int, ...]) -> None:
 def test_blocks_of_different_segments_do_not_merge() -> None:
     allocator = CachingAllocator()
     first, second = allocator.take(10 * MIB).address, allocator.take(10 * MIB).address
-    allocator.free(first)
-    allocator.free(second)
+    give_back(allocator, first)
+    give_back(allocator, second)
     allocator.take(20 * MIB)
     assert allocator.reserved == 40 * MIB
 
@@ -356,13 +360,13 @@ def test_wholly_free_segments_are_returned_before_an_out_of_memory() -> None:
     cached = allocator.take(30 * MIB).address
     small = allocator.take(KIB).address
     held = allocator.take(12 * MIB).address
-    allocator.free(cached)
-    allocator.free(small)
+    give_back(allocator, cached)
+    give_back(allocator, small)
     assert allocator.reserved == 44 * MIB
     allocator.take(40 * MIB)  # 44 + 40 is too much: the 30 and the 2 free MiB go back
     assert (allocator.allocated, allocator.reserved) == (52 * MIB, 52 * MIB)
     assert (allocator.peak_allocated, allocator.peak_reserved) == (52 * MIB, 52 * MIB)
-    allocator.free(held)
+    give_back(allocator, held)
     with pytest.raises(OutOfMemory) as raised:
         allocator.take(26 * MIB)  # and the 12 go back, but 40 + 26 is still too much
     assert (raised.value.requested, raised.value.allocated, raised.value.reserved) == (
@@ -418,7 +422,12 @@ def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
     free = replay(sizes, events, None)
     assert (free.peak_allocated, free.peak_reserved, free.out_of_memory) == (64 * MIB, 86 * MIB, None)
     fits = replay(sizes, events, 76 * MIB, stops=[5, 6, 10])
-    assert fits.returned == [0, 30 * MIB, 30 * MIB]  # 40 MiB more than fit beside them
+    seconds = SEGMENT_S + 30 * MIB * BYTE_S
+    assert fits.returned == [
+        (0, 0.0),
+        (30 * MIB, seconds),
+        (30 * MIB, seconds),
+    ]  # 40 MiB more than fit beside
     assert (fits.peak_allocated, fits.peak_reserved, fits.out_of_memory) == (64 * MIB, 76 * MIB, None)
     fails = replay(sizes, events, 76 * MIB - 1)
     assert (fails.peak_allocated, fails.peak_reserved) == (56 * MIB, 56 * MIB)
@@ -438,7 +447,7 @@ def allocator(capacity: int | None = None) -> CachingAllocator:
 def freed(of: CachingAllocator, *sizes: int) -> None:
     """Have blocks of these MiB free in the cache, a segment each."""
     for address in [of.take(size * MIB).address for size in sizes]:
-        of.free(address)
+        give_back(of, address)
 
 
 @tabled(__file__, "which_blocks_serve")
@@ -498,7 +507,7 @@ def test_a_longer_request_extends_what_lies_free_at_the_end() -> None:
     for kind in (CachingAllocator, ExpandableSegments):
         allocator = kind()
         for n, factor in requests:
-            allocator.free(allocator.take(n * factor * MIB).address)
+            give_back(allocator, allocator.take(n * factor * MIB).address)
         reserved[kind] = allocator.reserved
     assert reserved == {
         CachingAllocator: (40 + 80 + 100 + 120 + 140 + 160 + 180) * MIB,
@@ -510,7 +519,7 @@ def test_blocks_before_missing_pages_are_taken_last() -> None:
     allocator = ExpandableSegments()
     first = allocator.take(30 * MIB).address
     held = allocator.take(25 * MIB).address  # 5 MiB of 60 remain at the end, before pages that may come
-    allocator.free(first)
+    give_back(allocator, first)
     # 5 fit best, but can grow
     assert allocator.take(4 * MIB).address == first
     assert allocator.take(30 * MIB).address > held
@@ -522,16 +531,17 @@ def test_free_pages_within_a_segment_are_returned_and_filled_again() -> None:
     small = allocator.take(512).address
     first, middle = allocator.take(10 * MIB).address, allocator.take(60 * MIB).address
     last = allocator.take(10 * MIB).address
-    allocator.free(middle)
+    give_back(allocator, middle)
     assert allocator.reserved == 82 * MIB
     # other streams cannot use what lies free, but pages: those from 20 to 60 MiB go, those around are shared
     other = allocator.take(40 * MIB, stream=1).address
+    assert allocator.returned_s == 2 * PAGE_S  # two pages of 20 MiB
     assert (allocator.reserved, allocator.peak_reserved) == (82 * MIB - 40 * MIB + 40 * MIB, 82 * MIB)
-    allocator.free(other)
+    give_back(allocator, other)
     assert allocator.take(60 * MIB).address == middle
     assert [sum(size for _, size, _ in blocks) for blocks in allocator.segments()] == [2 * MIB, 80 * MIB]
     for address in (small, first, middle, last):
-        allocator.free(address)
+        give_back(allocator, address)
 
 
 def test_out_of_memory_counts_pages() -> None:

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.clusters.figures import Sourced
+from spbench.bench.measure.clusters.rates import HostMemory
+from spbench.bench.measure.engines import rank_memory, virtual
 from spbench.bench.measure.engines.deepened_traces import with_layers
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import model_parameters
@@ -215,7 +217,11 @@ def test_hosts_that_are_full_are_seen_by_few_layers(layers: int, monkeypatch: py
     found = look(cell, "few_layers")
     assert found.status == "ok"
     assert found.node_host_memory_bytes == pytest.approx(held, rel=0.1)
-    monkeypatch.setattr("spbench.bench.measure.engines.rank_memory.host_is_full", lambda *_: True)
+    cluster = rank_memory.load_cluster(cell.cluster)
+    little = HostMemory(total_bytes=Sourced(value=1, source="a test"))
+    monkeypatch.setattr(
+        rank_memory, "load_cluster", lambda _: cluster.model_copy(update={"host_memory": little})
+    )
     assert look(cell, "few_layers").reason.startswith("the host of a node has")
 
 
