@@ -192,9 +192,8 @@ class StepTraces(ClassTraces):
     ) -> None:
         super().add_time(measurement, simulated or (lambda: self.timeline))
         if measurement.step_time_s and any(each.compiled for each in self.traced):
-            add_rates(
-                measurement, self.cell, measurement.breakdown, self.timeline.priced_by, [COMPILED.price]
-            )
+            of_step = self.cell, measurement.breakdown, self.timeline.priced_by
+            add_rates(measurement, *of_step, [COMPILED.price])
 
     def simulator(self, cluster: Cluster | None = None) -> Simulator:
         programs = [each.program for each in self.traces if each.program is not None]
