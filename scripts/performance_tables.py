@@ -1,4 +1,4 @@
-"""The tables of docs/internals/performance.md, from the results of pytest-benchmark.
+"""The tables of results/benchmarks/performance.md, from the results of pytest-benchmark.
 
     pytest tests/benchmarks --benchmark-only --benchmark-json results/benchmarks/performance.json
     python scripts/performance_tables.py

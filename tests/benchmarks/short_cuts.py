@@ -2,7 +2,7 @@
 
 ``python tests/benchmarks/short_cuts.py max_seqlen:6 gate:1`` measures every sixth virtual cell of max_seqlen
 and every cell of gate, in one process a short cut; ``SHORT_CUT=NAME pytest -p tests.benchmarks.short_cuts``
-runs tests without one. docs/internals/performance.md says what the short cuts are.
+runs tests without one. results/benchmarks/performance.md says what the short cuts are.
 """
 
 import dataclasses

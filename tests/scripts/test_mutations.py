@@ -1,5 +1,5 @@
 """The script that counts which random mistakes the tests find.
-The JSON schemas of docs/schemas. docs/internals/performance.md holds what was measured. The errors of
+The JSON schemas of docs/schemas. results/benchmarks/performance.md holds what was measured. The errors of
 interpolation: by hand on a small table, and the committed ones of a small file. A hook's tests."""
 
 import ast
@@ -151,7 +151,7 @@ def script() -> dict[str, Any]:
 
 @pytest.mark.parametrize("marker", ["scale", "trackers", "others"])
 def test_the_page_has_what_was_measured(script: dict[str, Any], marker: str) -> None:
-    page = (ROOT / "docs" / "internals" / "performance.md").read_text()
+    page = (ROOT / "results" / "benchmarks" / "performance.md").read_text()
     shown = page.partition(f"<!-- {marker} -->\n")[2].partition("<!-- end -->")[0]
     lines = script["TABLES"][marker](script["benchmarks"]())
     assert lines
@@ -159,7 +159,7 @@ def test_the_page_has_what_was_measured(script: dict[str, Any], marker: str) -> 
 
 
 def test_all_tables_are_in_the_page(script: dict[str, Any]) -> None:
-    page = (ROOT / "docs" / "internals" / "performance.md").read_text()
+    page = (ROOT / "results" / "benchmarks" / "performance.md").read_text()
     assert page.count("<!-- end -->") == len(script["TABLES"])
     largest = [
         float(line["1,024 ranks"].split()[0]) for line in script["TABLES"]["scale"](script["benchmarks"]())
