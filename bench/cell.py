@@ -227,7 +227,7 @@ class Cell(StrictModel):
         device: the device of tensors; the virtual engine always has fake tensors on the CPU.
         rank: the rank that an engine of a single rank runs; None: the rank with the largest peak.
         meters: the names of further meters, in addition to memory and communication.
-        program: the training program whose step is simulated; "": none. Only the time's interval uses it.
+        program: the program whose padding of documents and errors of times the step has; "": none.
         variant: the name of a variant of settings within a scenario, for comparison and plots.
         timeout_s: seconds after which a sweep gives the cell up; not in keys and rows.
     """
@@ -291,8 +291,12 @@ class Cell(StrictModel):
 
     @property
     def model_arguments(self) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-        """The arguments of :func:`model_preset` for the cell's model."""
-        return self.model, self.model_options, self.model_config_json
+        """The arguments of :func:`model_preset` for the cell's model, with documents padded as by the cell's
+        program."""
+        options = self.model_options
+        if options.get("documents"):
+            options = impls.padded_options(options, self.program, self.strategy, self.sizes.by_axis)
+        return self.model, options, self.model_config_json
 
     @property
     def mesh_sizes(self) -> dict[str, int]:

@@ -159,6 +159,7 @@ class Measurement(Record):
             seconds of the driver's calls for them, by benchmarks of these calls on other cards).
         imbalance: for packed documents or ranks with unequal work, the number of query-key pairs of the rank
             with the most pairs, over the mean of all ranks.
+        padding: the share of the tokens that pad packed documents; None: there are none.
         expert_imbalance: for models with experts, the tokens of the rank whose experts get most, over the
             mean of all ranks.
         dropped_tokens: for models with experts, how often, in a block and a step of all replicas, an expert
@@ -211,6 +212,7 @@ class Measurement(Record):
     node_host_memory_bytes: Bytes | None = None
     by_class: list[ClassMemory] = []
     imbalance: Number | None = None
+    padding: Number | None = None
     expert_imbalance: Number | None = None
     dropped_tokens: Count | None = None
     routing: Text = ""

@@ -106,6 +106,7 @@ from spbench.impls.models.blocks.adapter_options import QKV as QKV
 from spbench.impls.models.blocks.adapter_options import AdapterOptions as AdapterOptions
 from spbench.impls.models.blocks.decoder import DecoderModel as DecoderModel
 from spbench.impls.models.blocks.expert_options import ExpertOptions as ExpertOptions
+from spbench.impls.models.blocks.packing import padded_options as padded_options
 from spbench.impls.models.blocks.router import Router as Router
 from spbench.impls.models.blocks.softmax_options import LatentOptions as LatentOptions
 from spbench.impls.models.causal_transformer import CausalTransformerModel as CausalTransformerModel

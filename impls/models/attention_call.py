@@ -43,7 +43,8 @@ class AttentionCallModel(PackedSequences, Model):
             "linear_attention", causal, without decay, with queries and keys times 1 / sqrt(A).
         window: the most positions that a position attends to in causal attention, itself included: query i
             sees keys j with i - window < j <= i; None: all earlier positions.
-        documents, documents_seed: the documents that a sequence is packed of; see :class:`PackedSequences`.
+        documents, documents_seed, documents_multiple, packed_multiple: the documents that a sequence is
+            packed of; see :class:`PackedSequences`.
     """
 
     heads: int = 32
@@ -54,6 +55,8 @@ class AttentionCallModel(PackedSequences, Model):
     window: int | None = None
     documents: Documents = ()
     documents_seed: int = 0
+    documents_multiple: int | str = 1
+    packed_multiple: int = 1
 
     sequence_dims: ClassVar[Mapping[str, int]] = {"q": 1, "k": 1, "v": 1}
     has_weights: ClassVar[bool] = False

@@ -113,6 +113,10 @@ class Model(ABC):
         """The positions that each position of a sequence attends to in causal attention."""
         return CAUSAL
 
+    def padding(self, seq_len: int) -> float | None:
+        """The share of a sequence's positions that pad packed documents; None: there are no documents."""
+        return None
+
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         """The module, whose ``forward(inputs)`` returns a dict with at least ``loss``, a scalar, this rank's

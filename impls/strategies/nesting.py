@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, make_dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from spbench.impls.axes import ranks_along
 from spbench.impls.options import Options, set_options
 from spbench.impls.place import Place
 from spbench.impls.registries import all_strategies, strategy_class
@@ -87,6 +88,10 @@ class Nesting:
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of all classes, one after another."""
         return tuple(axis for axes in self.axes_of for axis in axes)
+
+    def sequence_ranks(self, sizes: Mapping[str, int]) -> int:
+        """The number of ranks that share the tokens of a sequence between the layers."""
+        return ranks_along([axis for axis in self.axes if axis != "tp"], sizes)
 
     @cached_property
     def requires(self) -> tuple[str, ...]:

@@ -119,7 +119,8 @@ class ClassTraces:
 
     def memory_measurement(self) -> Measurement:
         """The cell's measurement without times."""
-        load = {"imbalance": imbalance(self.cell), **expert_load(self.cell)}
+        padding = model_preset(*self.cell.model_arguments).padding(self.cell.shape[1])
+        load = {"imbalance": imbalance(self.cell), "padding": padding, **expert_load(self.cell)}
         return merged(self.cell, self.by_class, self.planned).model_copy(update=load)
 
     @property

@@ -191,7 +191,8 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
 
 def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | None = None) -> str:
     """The digest (SHA-256, in hexadecimal) of all settings, code and versions on which a trace depends."""
-    settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
+    options = {"model_options": cell.model_arguments[1]}  # with the program's padding of documents
+    settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED)) | options
     # these settings matter only after a trace is made
     for name in (*VARIABLES, "alloc_retries", "cuda_graph"):
         del settings["training"][name]

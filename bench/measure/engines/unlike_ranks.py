@@ -7,6 +7,7 @@ ranks of similar work share a class (:func:`roles_by_load`), and :func:`work_err
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -135,12 +136,8 @@ def imbalance(cell: Cell) -> float | None:
     unlike = _unlike(cell)
     if not unlike and _attention_of(cell)[0].plain:
         return None
-    most = 1.0
-    for loads in unlike:
-        pairs = [load.pairs for load in loads]
-        if total := sum(pairs):
-            most *= max(pairs) * len(pairs) / total
-    return most
+    of_axes = ([load.pairs for load in loads] for loads in unlike)
+    return math.prod((max(pairs) * len(pairs) / sum(pairs) for pairs in of_axes if any(pairs)), start=1.0)
 
 
 def expert_load(cell: Cell) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.suggestions import micro_batch_of, usual_placement, usual_strategies
-from spbench.bench.tools.jobs.job import sequence_ranks
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.impls import MESH_AXES, model_preset, nesting, set_options, unused_axes
 
@@ -189,7 +188,8 @@ def _checked(cell: Cell, micro_batch: int | None) -> Cell:
 def tokens_of_rank(cell: Cell) -> int:
     """Tokens of a micro-batch that a rank holds between the layers: its replica's tokens over the ranks that
     divide the sequence."""
-    return micro_batch_of(cell) * (cell.seq_len or 0) // sequence_ranks(cell)
+    ranks = nesting(cell.strategy).sequence_ranks(cell.sizes.by_axis)
+    return micro_batch_of(cell) * (cell.seq_len or 0) // ranks
 
 
 def taken(cell: Cell, said: Collection[str]) -> list[dict[str, Any]]:

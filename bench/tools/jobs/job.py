@@ -15,7 +15,7 @@ from spbench.bench.measure import Problem, changed, expand, utilization
 from spbench.bench.setting_values import names_a_file
 from spbench.bench.yaml_files import nested
 from spbench.bench.yaml_text import comment, scalar
-from spbench.impls import model_preset, nesting, ranks_along
+from spbench.impls import model_preset, nesting
 
 #: the outcome of an argument that the scenario leaves out or replaces by something close
 APPROXIMATED: Final = "approximated"
@@ -223,12 +223,6 @@ def _lines(content: Mapping[str, Any], above: str, sources: Mapping[str, str]) -
             yield f"{key}: {scalar(value)}", sources[path]
 
 
-def sequence_ranks(cell: Cell) -> int:
-    """The number of ranks that share the tokens of a sequence between the layers."""
-    axes = [axis for each in nesting(cell.strategy).axes_of for axis in each if axis != "tp"]
-    return ranks_along(axes, cell.sizes.by_axis)
-
-
 def beside_peak(cell: Cell, said: Sequence[str]) -> list[dict[str, Any]]:
     """Whether the cards of a cell can do what is said of its step: a record for each text of ``said``, such
     as ``104.7 s``, ``38% MFU``, ``430 TFLOP/s`` (of a GPU) or ``25388 tokens/s`` (of all GPUs).
@@ -244,7 +238,8 @@ def beside_peak(cell: Cell, said: Sequence[str]) -> list[dict[str, Any]]:
     halves = cell.model_copy(update={"seq_len": seq_len // 2, "batch": 2 * batch})
     least_s, halves_s, whole_s = (utilization(c, 1.0) or 0.0 for c in (cell, halves, changed(cell, whole)))
     seconds = {"least_s": least_s, "halves_s": halves_s, "whole_s": whole_s, "of_a_flop": of_a_flop}
-    facts, records = TABLES.record("facts", cell, sequence_ranks=sequence_ranks(cell), **seconds), []
+    ranks = nesting(cell.strategy).sequence_ranks(cell.sizes.by_axis)
+    facts, records = TABLES.record("facts", cell, sequence_ranks=ranks, **seconds), []
     for text in said:
         if (match := _SAID.fullmatch(text.strip())) is None or not float(match[1]):
             ways_to_write = "104.7 s, 38% MFU, 430 TFLOP/s or 25388 tokens/s"

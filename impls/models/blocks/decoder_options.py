@@ -140,7 +140,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             backward, as a Python loop that looks for the begin of packed samples; see :func:`samples_begun`.
         packing_read: the host reads in each call of attention whether the sequence is packed, as Hugging
             Face's flash attention does where a micro-batch has one sequence; see :func:`read_packing`.
-        documents, documents_seed: the documents that a sequence is packed of; see :class:`PackedSequences`.
+        documents, documents_seed, documents_multiple, packed_multiple: the documents that a sequence is
+            packed of; see :class:`PackedSequences`.
     """
 
     layers: int = 16
@@ -185,6 +186,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     packing_read: bool = False
     documents: Documents = ()
     documents_seed: int = 0
+    documents_multiple: int | str = 1
+    packed_multiple: int = 1
 
     #: "rms" or "layer", which has a bias too
     norm: ClassVar[str] = "rms"
