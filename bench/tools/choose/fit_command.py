@@ -28,6 +28,7 @@ _POSITIVE = options.WholeNumber(min=1)
 @click.option(
     "--budget", type=options.BYTES, help="Find the memory switches within SIZE that cost least time."
 )
+@options.measured
 @options.figure_option("Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
 @options.path_option("--snapshot", "Write a file for PyTorch's memory viewer (pytorch.org/memory_viz).")
 @click.option(

@@ -25,6 +25,7 @@ from spbench.bench.tools.choose.look import attempt, examine, trace_stage
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, BudgetPlan, Proofs, plan_budget, prove
 from spbench.bench.tools.choose.subject import Subject, subject, taken, text_on, tokens_of_rank
 from spbench.bench.tools.jobs.flag_changes import flag_changes
+from spbench.bench.tools.jobs.job import beside_peak
 from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the progress that tracing the cells makes, if changes are tried afterwards
@@ -204,16 +205,16 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     ]
 
 
-def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
-    """The answer for people and programs; with ``must_fit`` the exit code is 1 if a cell is not sure to
-    fit."""
+def report(answer: Fitting, files: Sequence[Path], must_fit: bool, beside: Sequence[Any] = ()) -> Output:
+    """The answer for people and programs, with records of :func:`beside_peak` on the fullest cell; with
+    ``must_fit`` the exit code is 1 if a cell is not sure to fit."""
     fullest, proofs, program = answer.fullest, answer.proofs, answer.subject.job
     backend, meanings = fullest.cell.training.backend, _meanings(answer)
-    past = (measure.past_errors(backend, quantity) for quantity in ("peak", "reserved"))
-    errors = [*filter(None, past)]
+    errors = [*filter(None, (measure.past_errors(backend, quantity) for quantity in ("peak", "reserved")))]
     model, said = text_on("model", fullest.cell, answer.subject.name), answer.subject.said
     sections: list[Table | str] = [
         "\n".join([*_verdict_lines(answer), TABLES.text("first_change", answer, **meanings)]),
+        *(each["words"] for each in beside),
         f"{model}\n{text_on('taken', fullest.cell, said=said)}",
     ]
     if len(answer.verdicts) + len(answer.others) > 1:
@@ -224,10 +225,9 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     lines = TABLES.text("held", fullest), text_on("experts", fullest.cell), TABLES.text("on_host", fullest)
     sections += filter(None, lines)
     title = f"What holds the peak ({fullest.moment_in(program)})"
-    parts = TABLES.table("parts", title, fullest.peak_parts(program))
     # if the fullest does not fit, changes that help take the place of the parts of its memory
     details: list[Table | str] = []
-    (sections if fullest.fits else details).append(parts)
+    (sections if fullest.fits else details).append(TABLES.table("parts", title, fullest.peak_parts(program)))
     timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
     work = measure.priced_by_in_words([each.measurement for each in timed])
     sections += filter(None, [TABLES.text("priced_by", work=work)])
@@ -238,17 +238,17 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     anatomy = {name: value for name, value in asdict(fullest.anatomy).items() if name != "curve"}
     of_step = {"priced_by": fullest.measurement.get("priced_by") or []}
+    lists = {"errors": [vars(e) for e in errors], "files": [*map(str, files)], "measured": beside}
     content = TABLES.record(
         "fit",
         answer,
         cells=cells,
         detail={"cell": fullest.cell.key, **anatomy, **of_step, "by_class": fullest.measurement["by_class"]},
-        errors=[vars(each) for each in errors],
         not_modelled=TABLES.forms["not_modelled"],
         model=model,
         taken={each["what"]: each for each in taken(fullest.cell, said)},
         tokens_of_rank=tokens_of_rank(fullest.cell),
-        files=[str(path) for path in files],
+        **lists,
         **meanings,
     )
     code = int(must_fit and not answer.surely_fits)
@@ -323,6 +323,7 @@ def fit(
     figure: Path | None,
     snapshot: Path | None,
     must_fit: bool,
+    measured: Sequence[str],
     jobs: int | None,
     **options: Any,
 ) -> Output:
@@ -330,9 +331,8 @@ def fit(
     :meth:`Asked.of`."""
     asked = Asked.of(**options)
     if must_fit and longest:
-        raise UserError(
-            "--must-fit judges the sizes as they are, and --longest looks for others; leave one out"
-        )
+        raise UserError("--must-fit judges the sizes as they are, and --longest looks for others: give one")
     with Progress() as progress:
         answer = fitting(subject, asked, progress.at, jobs, suggest, longest, budget, progress.keep)
-    return report(answer, answer.written(figure, snapshot), must_fit)
+    said = beside_peak(answer.fullest.cell, measured) if measured else []
+    return report(answer, answer.written(figure, snapshot), must_fit, said)

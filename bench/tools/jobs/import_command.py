@@ -2,7 +2,7 @@
 
 import click
 
-from spbench.bench.command_line.options import WORDS, WholeNumber, body, given, many, path_option, printed
+from spbench.bench.command_line.options import WholeNumber, body, given, measured, path_option, printed
 
 
 @click.command("import")
@@ -12,9 +12,7 @@ from spbench.bench.command_line.options import WORDS, WholeNumber, body, given, 
 @click.option("--explain", is_flag=True, help="Show what became of every argument, in place of the scenario.")
 @click.option("--strict", is_flag=True, help="Refuse what is unknown, or approximated in memory or time.")
 @given
-@many(
-    "--measured", WORDS, "Say whether the cards can do this: 104.7 s, 38% MFU, 430 TFLOP/s, 25388 tokens/s."
-)
+@measured
 @path_option("--output", "The scenario's file; default standard output.")
 @printed
 @body("jobs.job_files:imported")

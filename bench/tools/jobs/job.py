@@ -247,6 +247,5 @@ def beside_peak(cell: Cell, said: Sequence[str]) -> list[dict[str, Any]]:
         step_s = TABLES.record("seconds", {**facts, "number": float(match[1])})[match[2]]
         if match[2] in ("s", "ms"):
             facts.setdefault("timed_s", step_s)
-        of_text = {"said": text, "unit": match[2], "step_s": step_s}
-        records.append(TABLES.record("said", {**facts, **of_text}))
+        records.append(TABLES.record("said", {**facts, "said": text, "unit": match[2], "step_s": step_s}))
     return records

@@ -54,6 +54,15 @@ def longer(card: str) -> tuple[str, ...]:
     return (*TINY, "--cluster", card, "--seq-len", "4K")
 
 
+def test_what_is_said_of_a_step_is_compared_with_the_peak_and_refuses_nothing(fit: Run) -> None:
+    code, out, _ = fit(*shorter("dgx-h100"), "--measured", "9 s,200% MFU", "--must-fit", "--format", "json")
+    answer = json.loads(out)
+    slow_step, fast = answer["measured"]
+    assert (code, answer["fits"]) == (0, True)
+    assert (slow_step["possible"], fast["possible"]) == (True, False)
+    assert fast["step_time_s"] < fast["least_step_time_s"] == slow_step["least_step_time_s"] < 9
+
+
 def test_the_first_lines_say_yes_and_by_how_much(fit: Run, card: Card) -> None:
     code, out, _ = fit(*shorter(card(100)), "--must-fit")
     assert code == 0
