@@ -141,6 +141,7 @@ from spbench.impls.registries import all_peers as all_peers
 from spbench.impls.registries import all_strategies as all_strategies
 from spbench.impls.registries import backend_class as backend_class
 from spbench.impls.registries import backend_defaults as backend_defaults
+from spbench.impls.registries import flash_attn_if_absent as flash_attn_if_absent
 from spbench.impls.registries import model_preset as model_preset
 from spbench.impls.registries import options_of_backend as options_of_backend
 from spbench.impls.registries import unchanged_model as unchanged_model

@@ -46,6 +46,15 @@ def all_peers() -> Mapping[str, type[Peer]]:
     return named_classes("spbench.impls.peers", Peer)
 
 
+def flash_attn_if_absent() -> None:
+    """Make ``flash_attn`` importable in this process, by torch's kernels, if the package is not installed."""
+    from spbench.impls.discovery import absent
+    from spbench.impls.peers import flash_attn_stand_in
+
+    if absent(["flash-attn"]):
+        flash_attn_stand_in.install()
+
+
 def all_as_published() -> Mapping[str, type[AsPublished]]:
     """Every baseline as its authors ran it, by name; no baseline is a method to use."""
     from spbench.impls.as_published.as_published import AsPublished

@@ -23,7 +23,8 @@ import torch
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, described, suggestion
 from spbench.bench.setting_values import STEP_FILE, names_a_step
-from spbench.impls import Unsupported
+from spbench.bench.yaml_files import read_yaml
+from spbench.impls import Unsupported, flash_attn_if_absent
 
 #: does one training step; may return the step's loss
 Step = Callable[[], Any]
@@ -104,6 +105,8 @@ def _function(path: Path, name: str) -> Build:
     if folder not in sys.path:  # as Python does for a script
         sys.path.insert(0, folder)
     sys.modules[path.stem] = module  # classes of the file look up their module
+    if "flash_attn" in path.read_text(encoding="utf-8"):
+        flash_attn_if_absent()
     with named_lines(path.name):
         spec.loader.exec_module(module)
     function = getattr(module, name, None)
@@ -133,15 +136,8 @@ def line_of(frame: Any) -> str:
     return ""
 
 
-#: what an error of torch means under fake tensors, by the error's name, and how to mend it
-_UNWATCHED = {
-    "DataDependentOutputException": "reads a tensor's value, and fake tensors have none: keep it a tensor, "
-    "or read it outside of the step",
-    "DynamicOutputShapeException": "makes a shape that depends on values, and fake tensors have none: use a "
-    "fixed size, such as a mask or a capacity",
-    "UnsupportedOperatorException": "has no fake form; give it one: @torch.library.register_fake('ns::name')"
-    " before a function of the same arguments that returns torch.empty_like(...) of each result",
-}
+#: what an error means under fake tensors, and how to mend it, by the error's name or by its package
+_UNWATCHED = read_yaml(Path(__file__).with_name("unwatched.yaml"))
 
 
 class StepError(UserError):
@@ -174,7 +170,8 @@ def named_lines(name: str) -> Iterator[None]:
             where = name
         else:
             raise  # spbench's own
-        means = _UNWATCHED.get(type(error).__name__)
-        said = f"{getattr(error, 'func', error)} {means}" if means else described(error)
+        in_triton = frames and "triton" in Path(frames[-1].filename).parts
+        means = _UNWATCHED.get("triton" if in_triton else type(error).__name__)
+        said = means.format(error=getattr(error, "func", error)) if means else described(error)
         said = str(error) if isinstance(error, UserError) else said
         raise StepError(f"{where}: {said}") from error
