@@ -142,7 +142,7 @@ def test_pages_have_the_errors_of_all_committed_files() -> None:
     assert markdown(lines) in (ROOT / document.FIRST_PAGE).read_text()
     memory, trust = lines[0], (ROOT / document.TRUST_PAGE).read_text()
     said = f"Half of {memory['numbers']:,} published values are within {memory['median error']} of ours."
-    assert f"{said} The worst is {float(memory['worst'][:-1]):.0f}% off" in trust
+    assert f"{said} The worst value is {float(memory['worst'][:-1]):.0f}% off" in trust
     times = past_errors.counted_times(
         [*(FILES / f"{name}.csv" for name in papers()), FILES / "datasheets.csv"]
     )
