@@ -11,6 +11,7 @@ from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.strategies.document_groups import RULES, GroupRule, Round, fewest_rounds, scheduled
 from spbench.impls.strategies.dynamic_cp import DynamicCP
 from spbench.impls.strategies.nesting import nesting
+from tests.grid import tabled
 
 #: the lengths of examples/training_features/long_context/README.md of NVIDIA-NeMo/Megatron-Bridge
 TOY = (128, 96, 64, 48, 32, 24, 16, 8)
@@ -118,14 +119,7 @@ def test_a_document_alone_is_on_all_ranks() -> None:
     assert each.attended_pairs(Attended(), 64) == 64 * 65 // 2 // 4
 
 
-@pytest.mark.parametrize(
-    ("strategy", "model", "sizes", "message"),
-    [
-        ("dynamic_cp", "moe-tiny", {"sp": 4}, "dynamic_cp has no experts, because"),
-        ("dynamic_cp", "causal-transformer-tiny", {"sp": 4, "pp": 2}, "no pipeline stages, because"),
-        ("ulysses+dynamic_cp", "causal-transformer-tiny", {"sp": 2, "cp": 2}, "ulysses cannot cut positions"),
-    ],
-)
+@tabled(__file__, "unlike_numbers_of_positions_are_refused_where_they_must_be_alike")
 def test_unlike_numbers_of_positions_are_refused_where_they_must_be_alike(
     strategy: str, model: str, sizes: dict[str, int], message: str
 ) -> None:

@@ -18,7 +18,7 @@ from spbench.bench.measure.steps.step_recorder import StepWatcher
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
-from tests.grid import data
+from tests.grid import data, tabled
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
 HEAD = data(__file__)["HEAD"]
@@ -122,16 +122,7 @@ def test_a_scenario_has_cells_of_steps(tmp_path):
     assert changed["elapsed_s"][1] != frame["elapsed_s"][1]
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ("batch: 4", r"groups\[0\].batch: a step of your own makes its own model, batch"),
-        ("sizes: {tp: 2}", r"sizes.tp: a step of your own makes"),
-        ("engine: emulated", "engine: the engine emulated runs no steps"),
-        ("step: other.py:train", r"step: .*other.py cannot be read"),
-        ("step: other", "step: other: write FILE.py:FUNCTION"),
-    ],
-)
+@tabled(__file__, "what_a_step_does_not_heed_is_refused")
 def test_what_a_step_does_not_heed_is_refused(tmp_path, settings, said):
     (tmp_path / "step.py").write_text(HEAD + FSDP)
     group = f"{{step: step.py:train, {settings}}}" if "step:" not in settings else f"{{{settings}}}"
@@ -187,19 +178,7 @@ def train():
 STEP = data(__file__)["STEP"]
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (
-            "float(x.sum())",
-            "step.py:11, float(x.sum()): aten._local_scalar_dense.default reads a tensor's value",
-        ),
-        ("x.nonzero()", "step.py:11, x.nonzero(): aten.nonzero.default makes a shape that depends on values"),
-        ("x @ x[:3]", "step.py:11, x @ x[:3]: RuntimeError"),
-        ("x.detach().pin_memory()", "step.py:11, x.detach().pin_memory(): a trace cannot tell pinned memory"),
-        ("return {}['a']", "step.py:11, return {}['a']: KeyError: 'a'"),
-    ],
-)
+@tabled(__file__, "the_users_line_is_named")
 def test_the_users_line_is_named(tmp_path, line, said):
     with pytest.raises(UserError) as error:
         measured(tmp_path, STEP.format(line))
@@ -266,15 +245,6 @@ def test_a_function_is_a_step_too():
     assert step.on("piz-daint-p100").measurement.usable_memory_bytes < 2**34
 
 
-@pytest.mark.parametrize(
-    ("groups", "world", "mesh"),
-    [
-        ([[0, 1, 2, 3], [0, 4]], 8, (2, 4)),
-        ([[0, 2, 4, 6], [0, 1]], 8, (4, 2)),
-        ([[0, 1, 4, 5]], 8, (2, 2, 2)),
-        ([], 8, (8,)),
-        ([[0, 1, 3]], 8, (8,)),
-    ],
-)
+@tabled(__file__, "the_mesh_of_groups")
 def test_the_mesh_of_groups(groups, world, mesh):
-    assert mesh_of(groups, world) == mesh
+    assert mesh_of(groups, world) == (*mesh,)

@@ -22,6 +22,7 @@ from spbench.bench.measurement import filled
 from spbench.bench.setting_values import STAND_INS, StandIn
 from spbench.bench.tools.papers import error_fits
 from spbench.bench.tools.papers.error_fits import overall
+from tests.grid import tabled
 
 ANY = ErrorModel.ANY
 SOURCES = [f"s{number}" for number in range(8)]
@@ -347,38 +348,11 @@ def measured(part: float, status: str = "ok", returned: int = 0, step: int = 2) 
     return {"status": status, "usable_memory_bytes": CARD, "by_class": [entry]}
 
 
-SPREAD = cell("qwen3-30b-a3b", sizes={"ep": 8})
-
-
-@pytest.mark.parametrize(
-    ("of", "measures", "word", "reason"),
-    [
-        (cell(), measured(0.5), "fits", ""),
-        (
-            cell(),
-            measured(0.95),
-            "tight",
-            "PyTorch reserves 95% of what it can have, and a published run that",
-        ),
-        (cell(), measured(0.5, returned=2**31), "tight", "gives 2.00 GiB of segments back to the full card"),
-        (cell(), measured(0.5, returned=2**31, step=0), "fits", ""),
-        (cell(), measured(1.2, "oom"), "no", ""),
-        (cell(backend="unwrapped"), measured(0.85), "tight", "one measured run in ten of unwrapped took 32%"),
-        (SPREAD, measured(0.5), "tight", "no memory of experts spread over ranks under zero3 was ever"),
-        (
-            cell("tnl-1b"),
-            measured(0.3),
-            "tight",
-            "no memory of ulysses of linear attention was ever measured",
-        ),
-        (cell("tnl-1b"), measured(0.09), "fits", ""),
-        (cell(strategy="ulysses+ring_attention", sizes={"cp": 2}), measured(0.5), "fits", ""),
-    ],
-)
+@tabled(__file__, "a_verdict_is_as_sure_as_what_was_measured")
 def test_a_verdict_is_as_sure_as_what_was_measured(
-    of: Cell, measures: dict[str, Any], word: str, reason: str
+    of: dict[str, Any], measures: dict[str, Any], word: str, reason: str
 ) -> None:
-    verdict = certainty(of, measures)
+    verdict = certainty(cell(**of), measured(**measures))
     assert verdict.word == word
     assert reason in verdict.reason
     assert bool(verdict.reason) is (word == "tight")

@@ -32,7 +32,7 @@ from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.training.step import initialize
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.measure.verify import attention_faults as attention
 from tests.measure.verify import document_faults
 from tests.measure.verify import expert_faults as faults
@@ -53,6 +53,8 @@ TNL = model_preset("tnl-tiny", {"attention_norm": "head"})
 IN_PLACE = {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
 #: two heads of keys and values, each of which two of four ranks hold
 REPLICATED = model_preset("causal-transformer-tiny-gqa", {"kv_heads": 2})
+KEY_NORMS, TWO_KEYS = heads.KeyNormModel(), AttentionModel(kv_heads=2)
+GRID_6, GRID_8, GRID_12 = (model_preset("st-dit-tiny", {"temporal": n, "layers": 1}) for n in (6, 8, 12))
 GROUPED, CHUNKS = AttentionModel(kv_heads=4), {"chunk": 8}
 ZIGZAG, STRIPED, SPLIT = {"placement": "zigzag"}, {"placement": "striped"}, {"vocabulary": "split"}
 
@@ -68,88 +70,27 @@ TEXT = ("gradient of text", "gradient of input text", "gradient of blocks")
 ORDER = ("output order_loss", "gradient of order", "gradient of pooler", "gradient of embeddings")
 
 
-def grid(temporal: int) -> Model:
-    return model_preset("st-dit-tiny", {"temporal": temporal, "layers": 1})
-
-
 def library(options: dict[str, str]) -> Model:
     return model_preset("causal-transformer-tiny-gqa", options)
 
 
-#: of a fault in one strategy: class, model, part, how the name of the worst tensor may begin, options
-FAULTS: list[tuple[type[Strategy], Model, str, Names] | tuple[type[Strategy], Model, str, Names, Options]] = [
-    (attention.ZeroGradients, BERT, "attention", QKV),
-    (attention.OneNthGradients, BERT, "attention", QKV),
-    (attention.StaleBlockInBackward, BERT, "attention", QKV),
-    (attention.RowsOfAnotherRank, BERT, "attention", QKV),
-    (attention.KeyGradientsNotReduced, BERT, "attention", QKV),
-    (attention.NanOnLastRank, BERT, "attention", QKV),
-    (attention.MaskForgotten, BERT, "attention", ANY),
-    (attention.BiasesNotSynchronized, BERT, "attention", ("gradient of layer.qkv.bias",)),
-    (attention.OrderLossOnEveryRank, BERT, "model", ORDER),
-    (attention.SameChunkOnEveryRank, BERT, "attention", ("positions of 24",)),
-    (layers.RowParallelNotReduced, BERT, "attention", ("output y",)),
-    (layers.ColumnInputGradientNotReduced, BERT, "attention", ("gradient of input x",)),
-    (layers.ParameterWithoutGradient, BERT, "attention", ("gradient of layer.out.weight",)),
-    (layers.DenominatorNotReduced, BERT, "model", ("output", "gradient")),
-    (layers.GatheredGradientSummed, BERT, "model", ("gradient",)),
-    (layers.NextRanksWeights, BERT, "attention", ("output y", "gradient of layer")),
-    (heads.HeadsInWrongOrder, CAUSAL, "attention", ANY),
-    (heads.DecayOfOtherHeads, LINEAR, "attention", ANY),
-    (layers.LocalSliceForReduceScatter, BERT, "block", ANY),
-    (layers.NormsNotReduced, BERT, "block", ("gradient of layer.",)),
-    (attention.StaleBlockInRingBackward, CAUSAL, "attention", INPUTS),
-    (attention.BackwardOfBlocksAlone, CAUSAL, "attention", INPUTS),
-    (attention.MergeWithoutRescaling, CAUSAL, "attention", ANY),
-    (attention.ScaleOfValues, LATENT, "attention", OUTPUTS),
-    (attention.NextTokensOfTheLocalChunk, LATENT, "model", ("output loss", "output mtp_loss", *GRADIENTS)),
-    (layers.SharedKeyOfOwnHeads, LATENT, "attention", ("gradient",)),
-    (layers.SharedKeyOfOwnPositions, LATENT, "attention", ("gradient",)),
-    (attention.DecayOffByOneChunk, LINEAR, "attention", ANY),
-    (attention.StripesInAnotherOrder, CAUSAL, "attention", ANY, STRIPED),
-    (attention.ZigzagUnderContiguousBlocks, CAUSAL, "attention", ANY, ZIGZAG),
-    (attention.LocalSliceOfKeyGradients, CAUSAL, "attention", INPUTS, ZIGZAG),
-    (attention.GatheredKeysRotatedInOrder, ROTARY, "attention", ANY, ZIGZAG),
-    (heads.ReplicasNotSummed, REPLICATED, "attention", PROJECTION),
-    (heads.ReplicasSummedOverAllRanks, REPLICATED, "attention", PROJECTION),
-    (heads.NormsOfOwnHeads, REPLICATED, "attention", NORMS),
-    (heads.NormsOfOwnPositions, REPLICATED, "attention", NORMS),
-    (heads.KeysInAnotherOrder, AttentionModel(kv_heads=2), "attention", ANY),
-    (heads.FirstQueryOfEachGroup, GROUPED, "attention", INPUTS),
-    (heads.KeyNormAfterAllToAll, heads.KeyNormModel(), "attention", ANY),
-    (heads.KeysOfTheFirstRounds, CAUSAL, "attention", ANY),
-    (heads.OneBufferForAllMessages, CAUSAL, "attention", ANY),
-    (heads.OddRanksBeginWithTheLastRound, CAUSAL, "attention", ANY),
-    (heads.KeyGradientsOfOneRound, GROUPED, "attention", ("gradient of input k", "gradient of input v")),
-    (heads.OneBufferOnTheHost, CAUSAL, "attention", ANY, CHUNKS),
-    (heads.KeysOneChunkLate, CAUSAL, "attention", ANY, CHUNKS),
-    (heads.QueryGradientsOfOneChunk, CAUSAL, "attention", ("gradient of input q",), CHUNKS),
-    (heads.PositionsOfOneChunk, ROTARY, "attention", ("positions", *ANY), CHUNKS),
-    (layers.PartsInWrongOrder, grid(8), "model", OUTPUTS),
-    (layers.PaddingAttendedTo, grid(6), "model", OUTPUTS),
-    (
-        layers.PaddingInTheLoss,
-        grid(6),
-        "model",
-        ("output loss", "output noise_loss", "positions", *GRADIENTS),
-    ),
-    (layers.TextCountedTwice, grid(12), "model", TEXT),
-    (layers.WeightCountedNTimes, grid(12), "model", ("gradient of blocks",)),
-    (layers.LinesOfOneRankOnly, grid(12), "model", OUTPUTS),
-    (recurrences.QueriesMaskedByTheirChunks, HYBRID, "model", OUTPUTS, MOVED),
-    (recurrences.OutputsLeftZigzag, HYBRID, "model", OUTPUTS, MOVED),
-]
+MODULES = (attention, document_faults, heads, index, layers, recurrences)
+#: by name with that of its module, as in `head_faults.KeysOneChunkLate`
+PLANTED: dict[str, Any] = {
+    f"{module.__name__.rpartition('.')[2]}.{name}": each
+    for module in MODULES
+    for name, each in vars(module).items()
+}
 
-#: faults in the choice of positions, on two ranks; which of two near scores is the higher shows in float64
-OF_INDEXERS: list[tuple[type[Strategy], str, Names]] = [
-    (index.ZigzagChunks, "attention", OUTPUTS),
-    (index.ChosenOfTheLocalChunk, "attention", OUTPUTS),
-    (index.StaleIndexKeys, "model", OUTPUTS),
-    (index.TiesInAnotherOrder, "attention", OUTPUTS),
-    (index.RotatedKeysNotGathered, "attention", OUTPUTS),
-    (index.QueriesFromTheStart, "attention", OUTPUTS),
-    (index.RowGradientsOfOwnQueries, "attention", GRADIENTS),
-]
+
+def named(words: Any) -> Any:
+    """What words of a table name: a planted fault, or in capitals a constant; a list of words as a tuple."""
+    if isinstance(words, list):
+        return tuple(map(named, words))
+    return globals()[words] if words.isupper() else PLANTED.get(words, words)
+
+
+FAULTS, OF_INDEXERS = (named(data(__file__)[table]) for table in ("FAULTS", "OF_INDEXERS"))
 
 #: faults that bfloat16 may hide
 IN_FLOAT64: list[tuple[type[Strategy], Model, str, Names, Options]] = [
@@ -180,31 +121,8 @@ OTHER_DOCUMENTS = ("output token_loss of other documents", "output hidden of oth
 TINY = asdict(model_preset("moe-tiny", {"layers": 2, "heads": 4, "aux_loss": "batch", "aux_weight": 0.1}))  # type: ignore[call-overload]
 EXPERTS = tuple(f"gradient of blocks.{layer}.mlp.experts." for layer in (1, 0))
 
-#: faults in windows and documents, on four ranks
-OF_DOCUMENTS: list[tuple[type[Strategy], Model, str, Names]] = [
-    (document_faults.WindowOffByOne, WINDOWED, "attention", OUTPUTS),
-    (document_faults.HaloForgotten, WINDOWED, "attention", OUTPUTS),
-    (document_faults.SinkOnceAChunk, WINDOWED, "attention", OUTPUTS),
-    (document_faults.SinkWithoutGradient, WINDOWED, "attention", SINKS),
-    (document_faults.SinksOfOtherHeads, WINDOWED, "attention", SINKS),
-    (document_faults.SinksOfOtherRounds, WINDOWED, "attention", SINKS),
-    (document_faults.ChunksSeenWhole, WINDOWED, "attention", OUTPUTS),
-    (document_faults.SinksSplitOtherwise, WINDOWED, "attention", SINKS),
-    (document_faults.DocumentsSeeEachOther, PACKED, "model", OTHER_DOCUMENTS),
-    (document_faults.PositionsRunOn, PACKED, "model", OUTPUTS),
-    (document_faults.DocumentsEndAtTheRanksEdge, PACKED, "model", OUTPUTS),
-    (document_faults.KeyOffsetsIgnored, PACKED, "model", OTHER_DOCUMENTS),
-    (document_faults.OddLengthsTakenForEven, PACKED, "model", OTHER_DOCUMENTS),
-    (document_faults.DocumentComputedTwice, PACKED, "model", ("positions of 24",)),
-    (document_faults.DocumentMissingOnOneRank, PACKED, "model", ("positions of 24",)),
-    (document_faults.MeanOfTheRanksMeans, PACKED, "model", OUTPUTS),
-    (document_faults.NeededRowsNotSent, PACKED, "model", OUTPUTS),
-    (document_faults.GradientsNotReturned, PACKED, "model", GRADIENTS),
-    (document_faults.GradientsAddedTwice, PACKED, "model", GRADIENTS),
-    (document_faults.MoreRowsThanAreNeeded, WINDOWED, "model", ("forward send", "backward send")),
-    (document_faults.StateNotReset, STATES, "model", OTHER_DOCUMENTS),
-    (document_faults.StateNotResetAtTheRanksEdge, STATES, "model", OTHER_DOCUMENTS),
-]
+OF_DOCUMENTS = named(data(__file__)["OF_DOCUMENTS"])
+
 #: faults in models with experts on two ranks, which are those of ep
 OF_EXPERTS: list[tuple[type[CausalTransformerModel], type[Strategy], Names]] = [
     (faults.ExpertGradientsTimesEp, Ulysses, EXPERTS),

@@ -26,6 +26,7 @@ from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.papers.comparison import Comparison
 from tests.bench.fakes import SCENARIO
+from tests.grid import tabled
 from tests.tools.changes.rows import ENTRY, ROWS, TABLE, Change, row
 from tests.tools.changes.rows import judged_folder as folder
 from tests.tools.commands.conftest import Run
@@ -228,30 +229,23 @@ def set_(index: int, name: str = "answer", value: Any = 63, **further: Any) -> C
     return lambda rows: rows[index]["measurement"].update({name: value, **further})
 
 
+@tabled(__file__, "each_change_is_said")
+def test_each_change_is_said(changed: Any, change: list[Any], said: list[str]) -> None:
+    assert changed(set_(*change)) == [(*said,)]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (set_(0, "peak_memory_bytes", 1001), ("worse", "a", "peak_memory_bytes")),
-        (set_(0, "peak_memory_bytes", 999), ("better", "a", "peak_memory_bytes")),
-        (set_(0, "peak_memory_bytes", None), ("missing", "a", "peak_memory_bytes")),
-        (set_(1, "reserved_memory_bytes", 2001), ("worse", "b", "reserved_memory_bytes")),
-        (set_(1, "answer", 63), ("worse", "b", "answer")),
-        (set_(1, "answer", 65), ("better", "b", "answer")),
         # numbers of another answer are not judged
         (set_(1, peak_memory_bytes=1, step_time_s=1.0), ("worse", "b", "answer")),
-        (set_(1, "answer", None), ("missing", "b", "answer")),
-        (set_(1, "step_time_s", 2.00001), ("worse", "b", "step_time_s")),
-        (set_(1, "step_time_s", 1.9), ("better", "b", "step_time_s")),
-        (set_(2, "communication", [{"sent_bytes": 0.61}]), ("worse", "c/gloo", "sent_bytes")),
-        (set_(2, "communication", []), ("better", "c/gloo", "sent_bytes")),
-        (set_(0, "formula_difference", [{}]), ("worse", "a", "formula_differences")),
         (lambda rows: rows[0].update(status="oom"), ("worse", "a", "status")),
         (lambda rows: rows[0].update(status="failed", measurement={}), ("worse", "a", "status")),
         (lambda rows: rows.pop(1), ("missing", "b", "cell")),
         (lambda rows: rows.append(row("d")), ("new", "d", "cell")),
     ],
 )
-def test_each_change_is_said(changed: Any, change: Change, said: tuple[str, str, str]) -> None:
+def test_each_change_of_rows_is_said(changed: Any, change: Change, said: tuple[str, str, str]) -> None:
     assert changed(change) == [said]
 
 
@@ -289,17 +283,7 @@ def test_worst_first(changed: Any) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "verdict"),
-    [
-        ({"relative_error": -0.1}, None),  # the same absolute error
-        ({"relative_error": 0.1 + 5e-7, "note": "another", "reproduced": 3.0, "role": "calibrated"}, None),
-        ({"relative_error": -0.2}, "worse"),
-        ({"relative_error": 0.05}, "better"),
-        ({"relative_error": None, "reproduced": None}, "missing"),
-        ({"claim": "another"}, "missing"),
-    ],
-)
+@tabled(__file__, "errors_against_published_numbers")
 def test_errors_against_published_numbers(
     tmp_path: Path, base: Path, changes: dict[str, Any], verdict: str | None
 ) -> None:

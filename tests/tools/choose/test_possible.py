@@ -27,29 +27,13 @@ from spbench.bench.tools.choose.question import Question, question
 from spbench.bench.tools.choose.ranking import SearchResult
 from spbench.bench.tools.choose.suggestions import single_changes, together
 from spbench.impls.registries import all_backends, all_models, all_strategies
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.tools.choose import questions
 from tests.tools.choose.questions import MODEL, Answers, measured
 from tests.tools.choose.test_advice import seen
 
 #: options of `spbench advise` that have no answer
-REFUSED: list[dict[str, Any]] = [
-    {"gpus": 12, "seq_len": 2**17, "batch": 32, "only": ["ring_attention"]},  # neither divides by three
-    {"gpus": 3, "seq_len": 256, "batch": 2, "only": ["ulysses"]},
-    {"gpus": 8, "seq_len": 100001, "batch": 3, "only": ["ring_attention"]},
-    {"gpus": 999, "only": ["single"]},
-    {"fixed": [("tp", "8")], "only": ["ulysses"]},
-    {"fixed": [("tp", "7")]},
-    {"fixed": [("sp", "8")], "only": ["ulysses"]},  # of four heads
-    {"fixed": [("dp", "3")]},
-    {"fixed": [("pp", "8")]},  # of two layers
-    {"fixed": [("pp", "2")], "only": ["zero3"]},
-    {"fixed": [("cp", "2")], "only": ["ring_attention", "ddp"]},
-    {"only": ["group_cast"]},
-    {"without": ["single"], "only": ["single"]},
-    {"without": ["zero3"], "only": ["zero3"]},
-    {"fixed": [("sp", "2")], "only": ["ulysses"], "program": "torchtitan", "model": "llama3-8b"},
-]
+REFUSED: list[dict[str, Any]] = data(__file__)["REFUSED"]
 
 
 def asked(gpus: int = 8, seq_len: int = 256, batch: int = 16, **more: Any) -> Question:
@@ -64,7 +48,7 @@ def with_change(options: dict[str, Any], change: str) -> dict[str, Any]:
         return {**options, name: int(value)}
     if name == "program":
         return {**options, name: ""}
-    gone = {tuple(value.split("="))} if name == "fixed" else {*value.split(",")}
+    gone = [value.split("=")] if name == "fixed" else value.split(",")
     return {**options, name: [each for each in options[name] if each not in gone]}
 
 

@@ -45,50 +45,10 @@ def layout(options: dict[str, Any], **training: Any) -> Cell:
     return cell.model_copy(update={"model_options": {**cell.model_options, **options}, "training": backend})
 
 
-OVERLAPPED = {"overlap_grad_reduce": True, "distributed_optimizer": True, "overlap_param_gather": True}
-
-
-@pytest.mark.parametrize(
-    ("options", "training", "fixed", "taken"),
-    [
-        # what needs recomputation goes before it, and with it
-        (
-            {"recompute": "full", "checkpoints": "host"},
-            {},
-            (),
-            [
-                "model_options.checkpoints=host",
-                "model_options.recompute=full,model_options.checkpoints=host",
-            ],
-        ),
-        (
-            {"cross_entropy": "in_place", "recompute": "full", "recompute_layers": 2},
-            {"optimizer": "host"},
-            (),
-            [
-                "training.optimizer=host",
-                "model_options.cross_entropy=in_place",
-                "model_options.recompute=full,model_options.recompute_layers=2",
-            ],
-        ),
-        ({}, {"optimizer": "host"}, [("training.optimizer", "host")], []),
-        # what a backend searches with a switch comes and goes with it
-        (
-            {},
-            {
-                "backend": "megatron",
-                **OVERLAPPED,
-                "optimizer": "host",
-                "overlap_cpu_optimizer_d2h_h2d": True,
-            },
-            (),
-            ["training.optimizer=host,training.overlap_cpu_optimizer_d2h_h2d=true"],
-        ),
-    ],
-)
+@tabled(__file__, "each_switch_is_taken_away_alone")
 def test_each_switch_is_taken_away_alone(options: Any, training: Any, fixed: Any, taken: list[str]) -> None:
     cell = layout(options, **training)
-    cells = without_switches(asked(8, fixed=fixed), cell)
+    cells = without_switches(asked(8, fixed=[(*pair,) for pair in fixed]), cell)
     assert [*cells] == taken
     for settings, other in cells.items():
         own = {**cell.model_options, **cell.training.backend_options}

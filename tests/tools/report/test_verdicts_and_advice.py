@@ -7,14 +7,13 @@ import csv
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from spbench.bench.measure.trust.bands import with_band
 from spbench.bench.tools.papers.comparison import frame_of
 from spbench.bench.tools.papers.paper_findings import counts, verdict_on
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import Page, most_misses
 from spbench.bench.tools.report.pages.advice_page import kept, pages
+from tests.grid import tabled
 from tests.terminal import ROOT
 
 # -- advice ----------------------------------------------------------------------------------------------
@@ -90,6 +89,7 @@ def record(
     role: str = "predicted",
     statuses: tuple[str, str] = ("ok", "ok"),
     scenario: str = "planted",
+    **numbers: float,
 ) -> dict[str, Any]:
     published = None if statuses[0] == "oom" else 100.0
     ours = None if error is None or published is None else published * (1 + error)
@@ -106,38 +106,13 @@ def record(
         "scenario": scenario,
         "variant": "",
         "source": cell.split("@")[0],
+        **numbers,
     }
 
 
-@pytest.mark.parametrize(
-    ("records", "word"),
-    [
-        ([record("a"), record("b", -0.1)], "yes"),
-        ([record("a"), record("b", 0.1001)], "in part"),
-        ([record("a", 0.2), record("b", 0.2), record("c")], "no"),
-        ([], "not run"),
-        # a rate was fitted to it: it proves nothing, right or wrong
-        ([record("a", role="calibrated")], "not run"),
-        ([record("a"), record("b", 0.5, role="calibrated")], "yes"),
-        ([record("a", role="inferred")], "yes"),
-        # statuses
-        ([record("a", statuses=("oom", "oom"))], "yes"),
-        ([record("a"), record("b", statuses=("oom", "ok"))], "in part"),
-        ([record("a"), record("b", None, statuses=("ok", "oom"))], "in part"),
-        ([record("a"), record("b", None, statuses=("ok", "failed"))], "in part"),
-        # what was not run is not judged
-        ([record("a", None, statuses=("ok", ""))], "not run"),
-        ([record("a", statuses=("oom", ""))], "not run"),
-        # a formula is one number, and must be equal at every cell
-        ([record("f@1", role="formula"), record("f@2", role="formula")], "yes"),
-        ([record("f@1", role="formula"), record("f@2", 0.001, role="formula")], "no"),
-        # nothing is sent, and nothing has no relative error
-        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 0.0}], "yes"),
-        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 8.0}], "no"),
-    ],
-)
+@tabled(__file__, "the_word_of_planted_records")
 def test_the_word_of_planted_records(records: list[dict[str, Any]], word: str) -> None:
-    assert verdict_on(frame_of(records)).word == word
+    assert verdict_on(frame_of([record(**each) for each in records])).word == word
 
 
 def test_a_number_that_is_compared_twice_is_counted_once() -> None:
