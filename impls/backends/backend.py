@@ -89,6 +89,8 @@ class Backend(ABC):
     name: ClassVar[str]
     #: whether a search for the fastest layout tries the backend; False if it serves only comparisons
     searched: ClassVar[bool] = True
+    #: whether how the rank's buffers are cut depends on the weights of all layers; see :meth:`cuts`
+    spans_layers: ClassVar[bool] = False
     #: whether the backend's ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
     #: whether some of the weights may be frozen
@@ -284,7 +286,7 @@ class Backend(ABC):
         """A key of how the rank's buffers of several layers' weights or gradients are cut over buckets and
         ranks, and padded. If two depths of a model have equal keys, their buffers differ only in length.
         None: there are no such buffers."""
-        return None
+        return step.shapes() if cls.spans_layers else None
 
     @classmethod
     def shares_whole_weights(cls, options: Any) -> bool:

@@ -15,7 +15,7 @@ divides by 1. DeepSpeed gathers the persistent weights at a step's end, this bac
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -118,6 +118,7 @@ class DeepSpeedZero3(Backend):
 
     name = "deepspeed_zero3"
     searched = False
+    spans_layers = True  # in buckets and prefetches
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
     freezes = False
@@ -442,10 +443,6 @@ class DeepSpeedZero3(Backend):
 
     def _here(self) -> Iterator[tuple[str, Partitioned]]:
         return ((name, weight) for name, weight in self.weights.items() if weight.real)
-
-    @classmethod
-    def cuts(cls, step: PlannedStep) -> Hashable:
-        return step.shapes()  # buckets and prefetches hold weights of several layers
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

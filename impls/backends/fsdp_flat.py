@@ -10,7 +10,7 @@ host too. Each shard goes to the device in float32 before its all-gather, and th
 pinned tensor that is kept from step to step.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import ClassVar
 
@@ -34,6 +34,7 @@ class FlatFullySharded(Backend):
 
     name = "fsdp_flat"
     searched = False
+    spans_layers = True  # in one buffer that forward and backward need
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
     pipelined = False
     freezes = False
@@ -90,11 +91,6 @@ class FlatFullySharded(Backend):
 
     def weight_parts(self) -> dict[str, HeldPart]:
         return {name: part for unit in self.units for name, part in unit.parts(unit.weights).items()}
-
-    @classmethod
-    def cuts(cls, step: PlannedStep) -> Hashable:
-        # all are in one buffer that forward and backward need
-        return step.shapes()
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

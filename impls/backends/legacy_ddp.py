@@ -1,6 +1,6 @@
 """Gradients summed by one all-reduce after backward, as fairseq's and Megatron-LM's own ("legacy") DDP do."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -106,6 +106,7 @@ class LegacyDistributedDataParallel(Backend):
 
     name = "legacy_ddp"
     searched = False
+    spans_layers = True  # in one buffer that forward and backward need
     shares_out = frozenset()
     host_waits_for_transfers = True
     options_type = LegacyOptions
@@ -125,11 +126,6 @@ class LegacyDistributedDataParallel(Backend):
 
     def held_gradients(self) -> list[Tensor]:
         return self.gradients.tensors()
-
-    @classmethod
-    def cuts(cls, step: PlannedStep) -> Hashable:
-        # all are in one buffer that forward and backward need
-        return step.shapes()
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:

@@ -26,7 +26,7 @@ The units and their hooks are torch's ``fully_shard`` (:class:`FullySharded`). D
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -134,6 +134,7 @@ class MegatronFSDP(FullySharded):
 
     name = "megatron_fsdp"
     searched = False
+    spans_layers = True  # because the layers gathered ahead are counted in elements
     pipelined = False
     freezes = False
     zeroes_in_step = True
@@ -249,11 +250,6 @@ class MegatronFSDP(FullySharded):
 
     def gradient_parts(self) -> dict[str, HeldPart]:
         return {name: self._part(name, gradient) for name, gradient in self.main_gradients.items()}
-
-    @classmethod
-    def cuts(cls, step: PlannedStep) -> Hashable:
-        # how many layers are gathered ahead is a number of elements
-        return step.shapes()
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
