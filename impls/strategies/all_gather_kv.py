@@ -121,8 +121,6 @@ class AllGatherKVOptions(DocumentPlacementOptions):
 class GatheredKeys(KeyBlocks):
     """Keys and values of all ranks at once; ``way`` is the option ``gradients`` of :class:`AllGatherKV`."""
 
-    group: dist.ProcessGroup
-    meetings: Meetings
     way: str
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:

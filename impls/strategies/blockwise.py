@@ -7,9 +7,11 @@ rescales both. Backward computes the gradients of each block from the final outp
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.kernels.kept_results import kept
@@ -20,6 +22,7 @@ from spbench.impls.kernels.ranged_attention import (
     merge,
 )
 from spbench.impls.kernels.sinks import join_sinks, sinks_gradient
+from spbench.impls.strategies.meetings import Meetings
 
 #: (queries, keys, values, seen): the queries that see the block, as a slice of their positions; keys and
 #: values [B, Z or fewer, n, A] of the block; keys that query i sees: all (False), j <= i (True), or ranges
@@ -81,10 +84,14 @@ class BlockwiseBackward:
         return self._sum.to(self.q.dtype)
 
 
+@dataclass(frozen=True)
 class KeyBlocks(ABC):
     """Keys and values of several ranks, to which this rank's queries attend block by block. A subclass
     fetches the blocks, in backward once more because kept blocks would take memory in each layer, and sends
     each block's gradients to the rank that owns it."""
+
+    group: dist.ProcessGroup
+    meetings: Meetings
 
     @abstractmethod
     def blocks(self, k: Tensor, v: Tensor) -> Iterable[Block]:

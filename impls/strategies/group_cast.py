@@ -78,8 +78,6 @@ class CastKeys(KeyBlocks):
     before is this rank itself.
     """
 
-    group: dist.ProcessGroup
-    meetings: Meetings
     stages: int
 
     @cached_property

@@ -103,9 +103,6 @@ class RowsByPosition(KeyValueRows):
 class PassingHalo(KeyBlocks):
     """A block of the rank's own keys, then one of each chunk of the halo, received block by block."""
 
-    group: dist.ProcessGroup
-    meetings: Meetings
-
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         layout = RowsByPosition.like(k, v)
         for back, rows in _passing(layout.message(k, v), self.group, self.meetings):
@@ -164,9 +161,6 @@ def _add(own: Tensor, gradients: Tensor) -> None:
 @dataclass(frozen=True)
 class GatheredHalo(KeyBlocks):
     """One block of keys: those of the halo, then the rank's own."""
-
-    group: dist.ProcessGroup
-    meetings: Meetings
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
         layout = RowsByPosition.like(k, v)
