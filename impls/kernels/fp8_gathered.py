@@ -37,15 +37,8 @@ class _GatheredProjection(torch.autograd.Function):
     """The autograd function of :func:`project_gathered`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
-        bias: Tensor | None,
-        recipe: Fp8Recipe,
-        dim: int,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, *how: Any) -> Tensor:
+        recipe, dim, group = how
         rows = x.reshape(-1, x.shape[-1])
         largest = recipe.largest(rows, recipe.tile)
         if isinstance(largest, Tensor):

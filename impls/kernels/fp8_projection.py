@@ -219,15 +219,8 @@ class _Projection(torch.autograd.Function):
     ``backward_casts``."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
-        bias: Tensor | None,
-        recipe: Fp8Recipe,
-        forward_casts: SharedCasts,
-        backward_casts: SharedCasts,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, *how: Any) -> Tensor:
+        recipe, forward_casts, backward_casts = how
         whole, of_x, of_weight = matrix(weight), None, None
         if recipe.whole:
             # torchtitan keeps these magnitudes where it keeps results of other operators

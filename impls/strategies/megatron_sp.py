@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.collectives import (
-    ReusedBuffer,
     all_gather,
     joined,
     reduce_scatter,
@@ -72,15 +71,8 @@ class GatheredProjection(torch.autograd.Function):
     memory, freed afterwards."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dim: int,
-        group: dist.ProcessGroup,
-        buffer: ReusedBuffer | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> Tensor:
+        dim, group, buffer = how
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias, ctx.dim, ctx.group, ctx.buffer = weight, bias, dim, group, buffer
         parts, arrival = start_all_gather(x, group, buffer)

@@ -113,8 +113,6 @@ def _travelling(k: Tensor, v: Tensor) -> list[Tensor]:
 class RoundTheRing(KeyBlocks):
     """Blocks of keys and values that travel round the ring, followed by the sums of their gradients."""
 
-    group: dist.ProcessGroup
-    meetings: Meetings
     barrier: bool = False
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
@@ -167,15 +165,8 @@ class _RingLinearAttention(torch.autograd.Function):
     """Linear attention of contiguous chunks: q, k [B, Z, L/N, D], v [B, Z, L/N, A] -> [B, Z, L/N, A]."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor | None,
-        group: dist.ProcessGroup,
-        attended: Attended,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        decay, group, attended = how
         powers_of = partial(_powers_within_documents, decay, group.rank(), attended)
         o = v.new_zeros(v.shape, dtype=state_dtype(v.dtype))
         for owner, (keys, values) in Ring(group).round(k, v):

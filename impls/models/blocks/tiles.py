@@ -150,15 +150,9 @@ def loss_in_tiles(
 class _LossTiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        run: RunLoss,
-        lengths: Sequence[int],
-        learns: bool,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss_weights: Tensor,
+        ctx: Any, run: RunLoss, lengths: Sequence[int], learns: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        x, weight, labels, loss_weights = tensors
         losses: list[Tensor] = []
         sums = WeightGradients([leaf := weight.detach().requires_grad_(weight.requires_grad)])
         d_x = torch.empty_like(x) if learns else None
@@ -167,7 +161,7 @@ class _LossTiles(torch.autograd.Function):
                 losses.append(run(x[:, tile], weight, labels[:, tile]))
             else:
                 given = x[:, tile], leaf, labels[:, tile], loss_weights[:, tile]
-                d_x[:, tile].copy_(_loss_gradients(run, *given, sums, losses))
+                d_x[:, tile].copy_(_loss_gradients(run, given, sums, losses))
                 del given
         token_loss = torch.cat(losses, 1)
         ctx.mark_non_differentiable(token_loss)
@@ -189,15 +183,9 @@ class _LossTilesAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: RunLoss,
-        lengths: Sequence[int],
-        learns: bool,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss_weights: Tensor,
+        ctx: Any, run: RunLoss, lengths: Sequence[int], learns: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
+        x, weight, labels, loss_weights = tensors
         losses: list[Tensor] = []
         for tile in _each(lengths, losses):
             losses.append(run(x[:, tile], weight, labels[:, tile]))
@@ -220,22 +208,18 @@ class _LossTilesAgain(torch.autograd.Function):
             from_pageable_(x := torch.empty_like(d_x[:, tile]), host[:, tile])
             wait_for_device(x)
             given = x, leaf, labels[:, tile], scaled[:, tile]
-            d_x[:, tile].copy_(_loss_gradients(ctx.run, *given, sums, []))
+            d_x[:, tile].copy_(_loss_gradients(ctx.run, given, sums, []))
             del x, given
         of_weights = token_loss * d_loss if ctx.needs_input_grad[-1] else None
         return None, None, None, d_x, *sums.whole(), None, of_weights
 
 
 def _loss_gradients(
-    run: RunLoss,
-    tile: Tensor,
-    leaf: Tensor,
-    labels: Tensor,
-    loss_weights: Tensor,
-    sums: WeightGradients,
-    losses: list[Tensor],
+    run: RunLoss, given: Sequence[Tensor], sums: WeightGradients, losses: list[Tensor]
 ) -> Tensor:
-    """The gradient [1, n, H] of a tile; the weight's goes to ``sums``, token losses go to ``losses``."""
+    """The gradient [1, n, H] of a tile, from the tile, the head's weight, labels and the tokens' weights in
+    ``given``; the weight's goes to ``sums``, token losses go to ``losses``."""
+    tile, leaf, labels, loss_weights = given
     tile = tile.detach().requires_grad_()
     with torch.enable_grad():
         token_loss = run(tile, leaf, labels)

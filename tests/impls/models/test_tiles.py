@@ -1,7 +1,7 @@
 """Tiles of MLPs and losses: their numbers, their bytes, what is kept, and faults that others have had."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,8 +158,8 @@ def scaled_by_the_number_of_tiles(patch: pytest.MonkeyPatch) -> None:
 def loss_scaled_by_the_number_of_tiles(patch: pytest.MonkeyPatch) -> None:
     made = tiles._loss_gradients
 
-    def scaled(run: Any, tile: Tensor, leaf: Tensor, labels: Tensor, weights: Tensor, *to: Any) -> Tensor:
-        return made(run, tile, leaf, labels, weights / 15, *to)
+    def scaled(run: Any, given: Sequence[Tensor], *to: Any) -> Tensor:
+        return made(run, (*given[:-1], given[-1] / 15), *to)
 
     patch.setattr(tiles, "_loss_gradients", scaled)
 
