@@ -1,14 +1,18 @@
-"""The decay of linear attention: powers of a rate a head by the distance between positions."""
+"""The decay of linear attention: powers of a rate a head by the distance between positions, and Kimi Delta
+Attention's decay of each feature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.kernels.operator import operator
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,58 @@ def decay_mask(decay: Tensor | None, length: int, like: Tensor) -> Tensor:
 def positions(length: int, like: Tensor) -> Tensor:
     """The numbers 0 to length - 1 as a tensor [length] of the states' dtype, on the device of ``like``."""
     return torch.arange(length, device=like.device, dtype=state_dtype(like.dtype))
+
+
+def plain_feature_gate(x: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    """g by torch's own operators, which keep more tensors for backward."""
+    x, a_log, dt_bias = (y.to(state_dtype(x.dtype)) for y in (x, a_log, dt_bias))
+    return -a_log.exp().unsqueeze(-1) * F.softplus(x + dt_bias)
+
+
+@operator("spbench::feature_gate", fake=lambda x, *_: x.new_empty(x.shape, dtype=state_dtype(x.dtype)))
+def _gate(x: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+    return plain_feature_gate(x, a_log, dt_bias).contiguous()
+
+
+@operator(
+    "spbench::feature_gate_backward", fake=lambda d_g, *inputs: tuple(x.new_empty(x.shape) for x in inputs)
+)
+def _gate_backward(d_g: Tensor, x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, A_log and dt_bias."""
+    steps = x.to(d_g.dtype) + dt_bias.to(d_g.dtype)
+    rate = -a_log.to(d_g.dtype).exp().unsqueeze(-1)
+    d_x, d_rate = d_g * rate * steps.sigmoid(), d_g * rate * F.softplus(steps)
+    return (
+        d_x.to(x.dtype).contiguous(),
+        d_rate.sum((0, 1, 3)).to(a_log.dtype),
+        d_x.sum((0, 1)).to(dt_bias.dtype),
+    )
+
+
+class _FeatureGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _gate(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, d_g: Tensor) -> tuple[Tensor, ...]:
+        return _gate_backward(d_g.contiguous(), *ctx.saved_tensors)
+
+
+def feature_gate(x: Tensor, a_log: Tensor, dt_bias: Tensor, way: str = "fused") -> Tensor:
+    """The logarithm of the decay of each feature of a key (KDA, arXiv 2510.26692, equation 10).
+
+        g = -exp(A_log) softplus(x + dt_bias)
+
+    As fla's kernel does (ops/kda/gate.py), the operator keeps only its inputs, and backward computes the
+    softplus again.
+
+    Args:
+        x: [B, L, Z, D]; a_log: [Z]; dt_bias: [Z, D].
+        way: "fused" or "plain".
+
+    Returns:
+        g [B, L, Z, D] in the states' dtype.
+    """
+    return (plain_feature_gate if way == "plain" else _FeatureGate.apply)(x, a_log, dt_bias)

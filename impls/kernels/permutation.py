@@ -24,7 +24,7 @@ PERMUTATIONS = ("plain", "deterministic", "fused", "indexed")
 #: operators that are part of a transfer and take no extra time, because DeepEP's kernels read each token's
 #: row in place, once for each rank, and sum rows that come back as they arrive (deepseek-ai/DeepEP 567632d,
 #: csrc/kernels/intranode.cu: dispatch, combine); and pieces of an all-to-all that other ranks read and write
-#: in place, in symmetric memory (:mod:`spbench.impls.fused_exchange`)
+#: in place, in symmetric memory (:func:`spbench.impls.strategies.ulysses.fused_all_to_all`)
 WITHIN_TRANSFERS = ("sent_rows", "summed_rows", "exchanged_pieces")
 
 

@@ -1,8 +1,9 @@
 """A causal transformer with softmax attention, as Llama (arXiv 2302.13971): RoPE, RMS norms, SwiGLU.
 
 The option ``kv_heads`` gives the model the grouped queries of Llama 3 (arXiv 2407.21783), and ``qk_norm`` the
-normalised queries and keys of Qwen3 (arXiv 2505.09388). With layer norms, biases, learned positions and
-dropout the model is GPT-3 (:mod:`spbench.impls.models.gpt`).
+normalised queries and keys of Qwen3 (arXiv 2505.09388). With layer norms before each half of a layer, learned
+positions, biases, GELU, dropout, and a head that shares the weights of the word embedding, the model is GPT-3
+(Brown et al., arXiv 2005.14165).
 """
 
 from collections.abc import Mapping
@@ -192,6 +193,20 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         return {"norms": norms, **({"qk_norm_over": "all"} if self.qk_norm else {})}
 
 
+#: GPT-3 as Megatron-LM trains this model
+_GPT: Mapping[str, Any] = {
+    "norm": "layer",
+    "mlp": "gelu",
+    "biases": True,
+    "position": "learned",
+    "tied": True,
+    "vocabulary": 50257,  # GPT-2's
+    "vocabulary_multiple": 128,  # Megatron-LM's make-vocab-size-divisible-by
+    "norm_epsilon": 1e-5,
+    "cross_entropy": "fused",
+}
+_DROPOUT: Mapping[str, Any] = {"dropout": 0.1, "attention_dropout": 0.1}  # Megatron-LM's defaults
+
 PRESETS = {
     **published("causal_transformer", CausalTransformerModel),
     # 2, 3 or 4 ranks divide 12 experts
@@ -201,4 +216,13 @@ PRESETS = {
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
     # 2 or 4 ranks split 4 heads of keys and values; of 12 ranks several hold each head
     "causal-transformer-tiny-gqa": CausalTransformerModel(**TINY_SIZES, kv_heads=4, qk_norm=True),
+    # Megatron-LM's examples/gpt3/train_gpt3_345m; 354.9e6 parameters
+    "gpt3-345m": CausalTransformerModel(
+        **_GPT, **_DROPOUT, layers=24, hidden=1024, heads=16, inner=4096, max_positions=1024
+    ),
+    # arXiv 2005.14165, table 2.1: "GPT-3 6.7B" and "GPT-3 175B"
+    "gpt3-7b": CausalTransformerModel(**_GPT, **_DROPOUT, layers=32, hidden=4096, heads=32, inner=16384),
+    "gpt3-175b": CausalTransformerModel(**_GPT, **_DROPOUT, layers=96, hidden=12288, heads=96, inner=49152),
+    # for verification, without dropout, because dropout's masks depend on the layout of tensors
+    "gpt3-tiny": CausalTransformerModel(**{**_GPT, **TINY_SIZES, "vocabulary_multiple": 1}, max_positions=64),
 }

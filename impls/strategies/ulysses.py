@@ -12,6 +12,12 @@ each head is repeated, up to the least common multiple with N.
 
 A strategy within this one may split the "whole" sequences again, over ranks along another axis. Ulysses
 around Ring Attention is USP (arXiv 2405.07719), where the heads limit only the ranks of Ulysses.
+
+Gated recurrences swap too. All work between their projections acts on each head alone, so one swap is
+enough: queries, keys, values and gates of the projections are swapped; convolutions, gates and recurrence run
+on whole sequences with this rank's heads of each weight (A_log, dt_bias, the convolutions'); then the output
+is swapped back. No halo and no state is sent. Megatron-LM's context parallelism of Mamba-2 layers works like
+this (MambaContextParallel).
 """
 
 import math
@@ -23,14 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
-from spbench.impls.collectives import all_to_all
-from spbench.impls.fused_exchange import fused_all_to_all
+from spbench.impls.collectives import Group, all_to_all, exchanged, exchanged_back, with_gradient
 from spbench.impls.kernels.decay import DecayMask
+from spbench.impls.kernels.permutation import exchanged_pieces
 from spbench.impls.layout import HEEDS_ALL, nearest_divisors
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.grid import Attend, as_sequences
+from spbench.impls.strategies.recurrence import Mix
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, refuse_masks_of_own_queries
-from spbench.impls.strategies.swapped_heads import SwappedHeads
 from spbench.impls.traffic import Traffic
 
 #: the dims of heads and of positions in [B, Z, L, A]
@@ -46,7 +52,7 @@ class UlyssesOptions(GridOptions):
             and computed like the others and then dropped. Ulysses on more ranks than heads, as the LASP paper
             (arXiv 2404.02882) reports it, needs something like this.
         fused_exchange: the all-to-alls of attention permute on the way, in symmetric memory, without copies
-            before and after them (:mod:`spbench.impls.fused_exchange`). The ranks must share a node.
+            before and after them (:func:`fused_all_to_all`). The ranks must share a node.
     """
 
     pad_heads: bool = False
@@ -60,7 +66,27 @@ def _repeated(k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
     return k.repeat_interleave(repeats, HEADS), v.repeat_interleave(repeats, HEADS)
 
 
-class Ulysses(SwappedHeads, GridChunks):
+def _without_gaps(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else exchanged_pieces(x)
+
+
+_exchanged, _exchanged_back = (partial(each, packed=_without_gaps) for each in (exchanged, exchanged_back))
+
+
+def fused_all_to_all(x: Tensor, split_dim: int, gather_dim: int, group: Group) -> Tensor:
+    """:func:`spbench.impls.collectives.all_to_all` without copies before and after it.
+
+    Ulysses permutes a tensor before an all-to-all, so that what each rank gets lies without gaps, and once
+    more after it. In symmetric memory, which all ranks of a node map, one kernel reads a rank's pieces where
+    they lie and writes them where the other rank needs them (fast-ulysses; flashinfer #3820). Ranks send the
+    same bytes, and the two copies are no work of their own
+    (:data:`spbench.impls.kernels.permutation.WITHIN_TRANSFERS`). The transfer itself keeps the rate of the
+    all-to-all. Real ranks here copy and then call the all-to-all, so their values are the same bit by bit.
+    """
+    return with_gradient(_exchanged, _exchanged_back, x, split_dim, gather_dim, group)
+
+
+class Ulysses(GridChunks):
     """Sequence chunks that all-to-alls swap for whole sequences of some heads during attention."""
 
     name = "ulysses"
@@ -138,6 +164,24 @@ class Ulysses(SwappedHeads, GridChunks):
             d_k, d_v = (x.unflatten(HEADS, (-1, repeats)).sum(HEADS + 1) for x in (d_k, d_v))
         return d_k, d_v
 
+    def mix_by_heads(self, mix: Mix, by_heads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        if self.size == 1:
+            return super().mix_by_heads(mix, by_heads, weights)
+        positions, dim = 1, 2  # of positions and of heads in [B, L, Z, A]
+        heads = max(x.shape[dim] for x in by_heads)
+        swapped = [all_to_all(self._for_ranks(x, dim, heads), dim, positions, self.group) for x in by_heads]
+        by_heads.clear()
+        own = [self._for_ranks(w, 0, heads).chunk(self.size)[self.rank] for w in weights]
+        y = super().mix_by_heads(mix, swapped, own)
+        return all_to_all(y, positions, dim, self.group)[:, :, :heads]
+
+    def _for_ranks(self, x: Tensor, dim: int, heads: int) -> Tensor:
+        """x with its heads along ``dim`` repeated, and zeros added, until N divides their number."""
+        if x.shape[dim] < heads:
+            x = x.repeat_interleave(self.sent(heads, x.shape[dim]) // x.shape[dim], dim)
+        added = self.padded(x.shape[dim]) - x.shape[dim]
+        return F.pad(x, (*(0, 0) * (x.ndim - dim - 1), 0, added)) if added else x
+
     # -- sizes, and what is sent -----------------------------------------------------------------------------
 
     def padded(self, heads: int) -> int:
@@ -187,3 +231,16 @@ class Ulysses(SwappedHeads, GridChunks):
                 for purpose, heads, size in both:
                     payload = head * self.padded(heads) * size
                     yield Traffic(phase, purpose, "all_to_all", site.count * 2, payload)
+
+    def recurrence_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
+        """Yields the all-to-alls of a gated recurrence."""
+        d = site.dims
+        positions = d["B"] * (d["L"] // self.size) * element_bytes
+        keys, values = self.padded(self.sent(d["Z"], d["G"])), self.padded(d["Z"])
+        for phase in ["forward", *(["backward"] if site.recomputed else []), "backward"]:
+            for purpose, count, features in (
+                ("queries and keys of a recurrence", 2, keys * d["D"]),
+                ("its values and output", 2, values * d["A"]),
+                ("its gates", 1, values * d["gates"]),
+            ):
+                yield Traffic(phase, purpose, "all_to_all", count * site.count, positions * features)

@@ -16,8 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.feature_gate import feature_gate
+from spbench.impls.kernels.decay import feature_gate, state_dtype
 from spbench.impls.kernels.gated_delta import KimiDelta
 from spbench.impls.kernels.gated_norm import l2_norm
 from spbench.impls.models.blocks.decoder_options import DecoderOptions

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.impls.kernels import gated_delta_operators, state_space_operators
 from spbench.impls.kernels.activations import silu_times
-from spbench.impls.kernels.feature_gate import feature_gate
+from spbench.impls.kernels.decay import feature_gate
 from spbench.impls.kernels.gated_delta import GatedDelta, KimiDelta
 from spbench.impls.kernels.gated_norm import gated_norm, l2_norm, plain_l2_norm
 from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence, sequential, timed

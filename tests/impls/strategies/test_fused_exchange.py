@@ -8,7 +8,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine, trace_classes
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.collectives import all_to_all
-from spbench.impls.fused_exchange import fused_all_to_all
+from spbench.impls.strategies.ulysses import fused_all_to_all
 from tests.cells import make_cell
 
 
