@@ -11,6 +11,7 @@ from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.blocks.packing import padding_rules
 from spbench.impls.registries import model_preset
+from tests.grid import tabled
 
 LENGTHS = [101, 203, 30, 7]
 
@@ -47,16 +48,7 @@ def test_documents_have_the_lengths_that_the_program_gives_them(
     assert model.padding(whole) * whole == pytest.approx(whole - sum(LENGTHS))
 
 
-@pytest.mark.parametrize(
-    ("program", "options", "multiple"),
-    [
-        ("verl", {"fp8": "delayed"}, 128 * 8),
-        ("nemo_rl", {"fp8": "mxfp8"}, 32 * 8),
-        ("nemo_rl", {"fp8": "blockwise"}, 128 * 8),
-        ("megatron", {"fp8": "mxfp8"}, 8),
-        ("automodel", {}, 8),
-    ],
-)
+@tabled(__file__, "another_length_of_a_packed_sequence_is_refused_with_the_next")
 def test_another_length_of_a_packed_sequence_is_refused_with_the_next(
     program: str, options: Any, multiple: int
 ) -> None:

@@ -3,6 +3,7 @@ message has three lines that give one."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,15 @@ WHOLE, PACKED = (
 )
 
 
-def traced(folder: Path, imports: str, call: str):
+def traced(folder: Path, imports: str, call: str) -> Any:
     (folder / "step.py").write_text(STEP.format(imports, call))
     return measure_step(f"{folder}/step.py:train", world_size=2, cluster="dgx-h100").measurement
 
 
 @pytest.mark.parametrize(("call", "samples", "length"), [(WHOLE, 1, 256), (PACKED, 2, 128)])
-def test_flash_attention_is_priced_and_keeps_no_scores(tmp_path, call, samples, length):
+def test_flash_attention_is_priced_and_keeps_no_scores(
+    tmp_path: Path, call: str, samples: int, length: int
+) -> None:
     row = traced(tmp_path, "from flash_attn import flash_attn_func, flash_attn_varlen_func", call)
     shape, ranks = (1, 4, length, 64), 2
     flops = ranks * samples * forward_flops(shape, shape, shape, call == WHOLE)
@@ -41,7 +44,7 @@ def test_flash_attention_is_priced_and_keeps_no_scores(tmp_path, call, samples, 
     assert not row.unpriced_operators
 
 
-def test_sequences_of_several_lengths_do_not_meet():
+def test_sequences_of_several_lengths_do_not_meet() -> None:
     q = torch.randn(24, 2, 8, dtype=torch.float64)
     ends = torch.tensor([0, 7, 8, 24], dtype=torch.int32)
     o = _of_lengths(q, q, q, ends, ends, 16, 16, causal=True)
@@ -54,7 +57,7 @@ def test_sequences_of_several_lengths_do_not_meet():
         _whole(q[None], q[None], q[None], window_size=(4, 0))
 
 
-def test_the_three_lines_of_the_message_give_a_missing_kernel_a_form(tmp_path):
+def test_the_three_lines_of_the_message_give_a_missing_kernel_a_form(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No module named 'kernels_of_others'") as error:
         traced(tmp_path, "from kernels_of_others import f", "f(q)")
     lines = re.findall(r"\(\d\) (.*?)(?:;|$)", str(error.value))
