@@ -60,8 +60,8 @@ CELLS: dict[str, Sequence[str]] = {
 QUICK_QUESTIONS = ("8b-8-8k", "8b-8-128k", "tnl-64", "bert-64", "st-dit-128")
 
 
-#: fields that answers without experts did not have when they were frozen
-OF_EXPERTS = ("expert_imbalance", "dropped_tokens", "routing")
+#: fields that answers without experts or documents did not have when they were frozen
+OF_SOME_MODELS = ("expert_imbalance", "dropped_tokens", "routing", "padding")
 
 
 def spbench(*words: str) -> str:
@@ -79,7 +79,7 @@ def frozen(answer: Any, key: str = "") -> Any:
         kept = {
             name: value
             for name, value in answer.items()
-            if name not in NOT_FROZEN and not (name in OF_EXPERTS and not value)
+            if name not in NOT_FROZEN and not (name in OF_SOME_MODELS and not value)
         }
         return {OLD_KEYS.get(name, name): frozen(value, name) for name, value in kept.items()}
     if isinstance(answer, str):
