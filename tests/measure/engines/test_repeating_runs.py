@@ -221,7 +221,7 @@ def test_a_step_that_is_on_no_line_is_simulated_whole(monkeypatch: pytest.Monkey
         only_few.setattr(virtual, "trace_classes", lambda *_, **__: pytest.fail("all micro-batches"))
         assert engine.measure(SHALLOW).peak_memory_bytes == whole.peak_memory_bytes
     simulate = StepNumbers.of
-    slower = iter((1.0, 1.001, 1.0))  # the second of three
+    slower = iter((1.0, 1.001, 1.0, 1.0))  # the second of three, then the whole step
 
     def uneven(timeline: Any) -> StepNumbers:
         step = simulate(timeline)
