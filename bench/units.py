@@ -7,6 +7,8 @@ functions that columns of tables use (:mod:`command_line.record_forms`) return N
 import math
 import re
 
+from spbench.bench.errors import shown
+
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MS, US = 1e-3, 1e-6
 
@@ -169,3 +171,14 @@ def _with_digits(value: float, scale: float, digits: int) -> str:
         return f"{value:,.0f}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value / scale))))
     return f"{value / scale:,.{places}f}"
+
+
+_CLAIM = re.compile(r"(\d+(?:\.\d+)?) ?(s|ms|%|TFLOP/s|tokens/s)(?:(?<=%) MFU)?")
+
+
+def claim(text: str) -> tuple[float, str]:
+    """(number, unit) of what is said of a step: its time, or what it does per second (all tokens, or FLOPs of
+    a GPU); ValueError if the text says nothing of the kind."""
+    if (match := _CLAIM.fullmatch(text.strip())) is None or not float(match[1]):
+        raise ValueError(f"{shown(text)}: write it as 104.7 s, 38% MFU, 430 TFLOP/s or 25388 tokens/s")
+    return float(match[1]), match[2]

@@ -20,7 +20,7 @@ from spbench.bench.command_line.output import Output, View
 from spbench.bench.command_line.progress import silence
 from spbench.bench.errors import one_line, shown
 from spbench.bench.setting_values import MOST_POSITIONS, MOST_SECONDS, no_size, size
-from spbench.bench.units import WAYS_OF_BYTES, nbytes_of
+from spbench.bench.units import WAYS_OF_BYTES, claim, nbytes_of
 
 DEFAULT_FORM = "table"
 _GIVEN = click.core.ParameterSource.COMMANDLINE
@@ -201,7 +201,7 @@ variant = click.option(
 _ANOTHER = "Change a setting of all cells, for example strategy_options.placement=zigzag."
 changes = many("--set", SETTINGS, _ANOTHER, "changes")
 _SAID = "Say whether the cards can do this: 104.7 s, 38% MFU, 430 TFLOP/s, 25388 tokens/s."
-measured = many("--measured", WORDS, _SAID)
+measured = many("--measured", several("text[,text...]", lambda text: (text, claim(text))[0]), _SAID)
 given = click.option(
     "--given", multiple=True, metavar="NAME=VALUE", help="A value that a job's files lack, such as TP=8."
 )

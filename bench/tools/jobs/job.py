@@ -1,6 +1,5 @@
 """A job of a training program: its arguments, each accounted for, and the settings of the cell they make."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import lexists, relpath
@@ -9,10 +8,11 @@ from typing import Any, Final, Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.record_forms import RecordForms
-from spbench.bench.errors import UserError, shown
+from spbench.bench.errors import UserError
 from spbench.bench.files import resolved
 from spbench.bench.measure import Problem, changed, expand, utilization
 from spbench.bench.setting_values import names_a_file
+from spbench.bench.units import claim
 from spbench.bench.yaml_files import nested
 from spbench.bench.yaml_text import comment, scalar
 from spbench.impls import model_preset, nesting
@@ -26,8 +26,6 @@ _COMMENT_COLUMN = 44
 #: most arguments of one kind that a line names, and most characters of a job's word that a line repeats
 MOST_NAMED, _LONGEST = 5, 80
 TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
-#: what may be said of a step: its time, or what it does per second: all tokens, or FLOPs of a GPU
-_SAID = re.compile(r"(\d+(?:\.\d+)?) ?(s|ms|%|TFLOP/s|tokens/s)(?:(?<=%) MFU)?")
 
 
 @dataclass(frozen=True)
@@ -228,7 +226,8 @@ def beside_peak(cell: Cell, said: Sequence[str]) -> list[dict[str, Any]]:
     as ``104.7 s``, ``38% MFU``, ``430 TFLOP/s`` (of a GPU) or ``25388 tokens/s`` (of all GPUs).
 
     Raises:
-        UserError: a text says nothing of the kind, or the cluster has no peak of the cell's precision.
+        ValueError: a text says nothing of the kind (:func:`claim`).
+        UserError: the cluster has no peak of the cell's precision.
     """
     (batch, seq_len), model = cell.shape, model_preset(*cell.model_arguments)
     if (of_a_flop := utilization(cell, 1.0, 1.0)) is None:
@@ -241,11 +240,9 @@ def beside_peak(cell: Cell, said: Sequence[str]) -> list[dict[str, Any]]:
     ranks = nesting(cell.strategy).sequence_ranks(cell.sizes.by_axis)
     facts, records = TABLES.record("facts", cell, sequence_ranks=ranks, **seconds), []
     for text in said:
-        if (match := _SAID.fullmatch(text.strip())) is None or not float(match[1]):
-            ways_to_write = "104.7 s, 38% MFU, 430 TFLOP/s or 25388 tokens/s"
-            raise UserError(f"--measured {shown(text)}: write it as {ways_to_write}")
-        step_s = TABLES.record("seconds", {**facts, "number": float(match[1])})[match[2]]
-        if match[2] in ("s", "ms"):
+        number, unit = claim(text)
+        step_s = TABLES.record("seconds", {**facts, "number": number})[unit]
+        if unit in ("s", "ms"):
             facts.setdefault("timed_s", step_s)
-        records.append(TABLES.record("said", {**facts, "said": text, "unit": match[2], "step_s": step_s}))
+        records.append(TABLES.record("said", {**facts, "said": text, "unit": unit, "step_s": step_s}))
     return records

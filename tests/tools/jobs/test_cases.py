@@ -94,9 +94,6 @@ def test_a_rate_that_contradicts_the_time_has_its_cause() -> None:
     assert "so the program" not in right
     assert "so the program divides by the 8 ranks of a sequence" in divided
     assert "so the program counts windows and documents as whole sequences" in counted
-    for wrong in ("fast", "0 s", "12 parsecs"):
-        with pytest.raises(UserError, match=f"--measured .*{wrong}.*: write it as 104.7 s"):
-            beside_peak(window, [wrong])
 
 
 EXAMPLES = int(os.environ.get("SPBENCH_FUZZ", "15"))
