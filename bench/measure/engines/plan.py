@@ -222,6 +222,14 @@ def check_sizes(cell: Cell) -> list[RankClass]:
             f"node_ranks {ranks} is more than the {of_node} devices of a node of {cell.cluster}",
             f"set model_options.node_ranks to {of_node}",
         )
+    for each in strategy.nested():
+        group = each.place.members(*each.axes) if getattr(each.options, "fused_exchange", False) else []
+        if of_node > 1 and len({rank // of_node for rank in group}) > 1:
+            raise impls.Unsupported(
+                f"fused_exchange of {each.name} needs {len(group)} ranks in one node of {cell.cluster}, "
+                f"which has {of_node}",
+                "leave strategy_options.fused_exchange out, or give the axis fewer ranks",
+            )
     strategy.check(
         _sites(cell, strategy, impls.Stage()) + impls.training_sites(impls.PRECISIONS[cell.precision])
     )

@@ -5,9 +5,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.virtual import VirtualEngine, trace_classes
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.collectives import all_to_all
+from spbench.impls.layout import Unsupported
 from spbench.impls.strategies.ulysses import fused_all_to_all
 from tests.cells import make_cell
 
@@ -64,3 +66,10 @@ def test_what_is_saved_is_the_time_of_the_copies(ranks: int, copying_rate: int, 
     sent = 75_600 // ranks * 40 * 128 * 2 * (ranks - 1) / ranks
     assert exchange + 2 * copies[0][0] == pytest.approx(sent / copying_rate / 1e9, rel=0.06)
     assert exchange == pytest.approx(sent / fused_rate / 1e9, rel=0.25)
+
+
+def test_ranks_of_several_nodes_are_refused() -> None:
+    with pytest.raises(Unsupported, match="needs 20 ranks in one node of h200-sxm, which has 8") as refused:
+        plan(cell(20, True))
+    assert "give the axis fewer ranks" in str(refused.value.args)
+    plan(cell(20, False))
