@@ -300,9 +300,12 @@ class StandIn(NamedTuple):
 
 #: of a user's step that calls torch.compile; no cell of a strategy has it
 COMPILED = StandIn("compiled code", "eager code", axis="compiled")
+#: of a user's step that calls flash-attn on packed sequences whose lengths are values of a tensor
+LARGEST_LENGTH = StandIn("packed sequences", "sequences of the largest length", axis="lengths")
 #: all stand-ins; if a cell has several, the first is the class of its time
 STAND_INS = (
     COMPILED,
+    LARGEST_LENGTH,
     StandIn("Megatron's experts over EFA", "", ("megatron",), axis="ep", network="EFA"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
     StandIn("DeepSpeed's ZeRO-3", "", ("", *PROGRAMS), ("deepspeed_zero3",)),

@@ -27,14 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from spbench.bench.cell import Cell
 from spbench.bench.measure import expand
 from spbench.bench.measure.engines.class_traces import ClassTraces
 from spbench.bench.measure.engines.own_steps import StepTraces, step_cell, trace_step
 from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.steps.step_file import OwnStep
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.torchtitan import read
@@ -128,12 +125,8 @@ def sent_mib(traces: ClassTraces) -> dict[str, float]:
 def held_gib(traces: ClassTraces) -> dict[str, float]:
     """The GiB at the peak, by kind of tensor."""
     log = traces.worst().memory
-    sizes = rounded(np.asarray(log.sizes, dtype=np.int64))
-    live = log.levels(sizes).live
-    at = log.step_start + int(np.argmax(live[log.step_start :]))
-    kinds = np.asarray([log.CATEGORIES.index(kind) for kind in log.categories()])
     held: defaultdict[str, float] = defaultdict(float)
-    for kind, _, nbytes, _ in log.parts_after(at, sizes, kinds):
+    for kind, _, nbytes, _ in log.parts_at_peak():
         held[log.CATEGORIES[kind].replace("_", " ")] += nbytes / GIB
     return dict(held)
 

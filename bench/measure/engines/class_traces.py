@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Self
 
 from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.card_kernels import RatesUnknown
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters
@@ -15,9 +16,11 @@ from spbench.bench.measure.engines.step_times import add_simulated_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, without_one
 from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
+from spbench.bench.measure.simulator.message_matching import Deadlock
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
+from spbench.bench.setting_values import StandIn
 from spbench.impls import model_preset
 
 
@@ -69,6 +72,7 @@ class ClassTraces:
         planned: the plan of the cell.
         fold: whether a simulation leaves out ranks with equal times, see :class:`Simulator`.
         of_all: the measurement of each class in a step of all micro-batches, if the traces have only a few.
+        stood_in: the stand-ins of these traces, in addition to those of the cell.
     """
 
     cell: Cell
@@ -76,6 +80,7 @@ class ClassTraces:
     traces: Sequence[Trace]
     fold: bool = True
     of_all: Sequence[Measurement] | None = None
+    stood_in: Sequence[StandIn] = ()
 
     @property
     def classes(self) -> Sequence[RankClass]:
@@ -111,11 +116,27 @@ class ClassTraces:
         if not self.timed:
             return
         try:
-            timeline = self.simulator()() if simulated is None else simulated()
+            timeline = self.timeline if simulated is None else simulated()
         except RatesUnknown as error:
             measurement.reason = measurement.reason or f"no time: {error}"
         else:
-            add_simulated_time(measurement, self.cell, timeline)
+            add_simulated_time(measurement, self.cell, timeline, self.stood_in)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step of all ranks.
+
+        Raises:
+            RatesUnknown: the cluster lacks a rate.
+            UserError: messages of ranks never meet; names a user's lines.
+        """
+        try:
+            return self.simulator()()
+        except RatesUnknown:
+            raise
+        except ValueError as error:
+            word = " never ends" if isinstance(error, Deadlock) else ""
+            raise UserError(f"{self.cell.model}{word}: {error}") from error
 
     def memory_measurement(self) -> Measurement:
         """The cell's measurement without times."""

@@ -145,13 +145,10 @@ def _measure_step(mesh: DeviceMesh, cell: Cell) -> Measurement:
     """What :func:`measure_rank` measures, of a user's step, whose first steps are metered."""
     rank, world, own = dist.get_rank(), mesh.size(), OwnStep.of(cell)
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    with (
-        rank_of_world(rank, world, of_node, on_cpu=cell.device == "cpu") as around,
-        named_lines(own.name),
-    ):
+    with rank_of_world(rank, world, of_node, on_cpu=cell.device == "cpu") as meshes, named_lines(own.name):
         build, recorder = partial(own.built, own.load()), StepWatcher(mesh, settle_s=SETTLE_S)
         with no_cyclic_collection(), recorder:
-            run, *_ = record_steps(build, recorder, around)
+            run, *_ = record_steps(build, recorder, meshes)
         metered = Trace.of(cell, rank, recorder).measurement(capacity=None)
         return add_timed_steps(metered, rank, run, cell.timing, mesh.device_type)
 

@@ -208,7 +208,9 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
         measurement.usable_memory_bytes = usable
         if not timed:
             measurement.step_time_samples_s = []
-        if measurement.status == "ok" and not _finite(training.step(inputs)):
+        outcome = training.step(inputs) if measurement.status == "ok" else {}
+        losses = outcome.values() if isinstance(outcome, dict) else [outcome]
+        if not all(math.isfinite(x.double().sum().item()) for x in losses):
             measurement.status, measurement.reason = "numerics", "a loss is not finite"
         return measurement
 
@@ -230,11 +232,6 @@ def _draw_weights(module: nn.Module) -> None:
         for parameter in module.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=_WEIGHTS_DEVIATION)
-
-
-def _finite(outcome: Tensor | dict[str, Tensor]) -> bool:
-    losses = outcome.values() if isinstance(outcome, dict) else [outcome]
-    return all(math.isfinite(x.double().sum().item()) for x in losses)
 
 
 def in_plain_torch(program: Program | None, device: str) -> str:

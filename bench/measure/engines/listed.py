@@ -59,11 +59,7 @@ class Listed:
 
     @classmethod
     def of(
-        cls,
-        columns: Sequence[np.ndarray],
-        references: np.ndarray,
-        marks: Iterable[Mark],
-        targets: np.ndarray,
+        cls, columns: Sequence[np.ndarray], references: np.ndarray, marks: Iterable[Mark], targets: np.ndarray
     ) -> Self:
         """A list with these marks; marks at one entry stay in their order.
 

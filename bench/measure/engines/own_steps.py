@@ -6,38 +6,41 @@ ranks of every coordinate are traced.
 """
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise, product
 from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.card_kernels import RatesUnknown
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.class_traces import ClassTraces, merged
 from spbench.bench.measure.engines.plan import plan_of_step
 from spbench.bench.measure.engines.setup import workspace_bytes
-from spbench.bench.measure.engines.step_line import StepNumbers
-from spbench.bench.measure.engines.step_times import add_rates
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import fake_mesh, no_cyclic_collection
-from spbench.bench.measure.memory.allocator import rounded
-from spbench.bench.measure.simulator.message_matching import Deadlock
 from spbench.bench.measure.simulator.program import PRECISION_NAMES, Category
 from spbench.bench.measure.simulator.simulate import Simulator
-from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.bench.measure.steps.fake_world import World, axes_of, operators_of_gpus, rank_of_world
-from spbench.bench.measure.steps.step_file import Build, OwnStep, Step, named_lines
+from spbench.bench.measure.steps.fake_world import axes_of, operators_of_gpus, rank_of_world
+from spbench.bench.measure.steps.step_file import (
+    STANDING_IN,
+    Build,
+    OwnStep,
+    Step,
+    named_lines,
+    recorded_launches,
+)
 from spbench.bench.measure.steps.step_recorder import StepRecorder, StepWatcher
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measurement import Measurement
-from spbench.bench.setting_values import COMPILED, read_model_file
+from spbench.bench.setting_values import StandIn, read_model_file
 
 #: steps that are traced; the last counts, because the first makes the optimizer's state
 STEPS = 2
@@ -52,13 +55,13 @@ class StepTrace:
     Attributes:
         mesh: the sizes of the mesh, see :func:`mesh_of`.
         parameters: the number of parameters of all ranks together, as far as this rank can tell.
-        compiled: whether the step compiles code, which a trace runs eagerly.
+        stood_in: work of the step in whose place the trace has other work, for example compiled code.
     """
 
     trace: Trace
     mesh: tuple[int, ...]
     parameters: int
-    compiled: bool
+    stood_in: frozenset[StandIn]
 
 
 def trace_step(step: OwnStep, cell: Cell, rank: int) -> StepTrace:
@@ -74,7 +77,8 @@ def trace_step(step: OwnStep, cell: Cell, rank: int) -> StepTrace:
     with (
         fake_mesh({"dp": world}, rank) as mesh,
         operators_of_gpus(),
-        rank_of_world(rank, world, of_node) as around,
+        rank_of_world(rank, world, of_node) as meshes,
+        recorded_launches(),
         torch.random.fork_rng(devices=[]),
         no_cyclic_collection(),
     ):
@@ -82,20 +86,22 @@ def trace_step(step: OwnStep, cell: Cell, rank: int) -> StepTrace:
         cache = torch_internals.disable_fake_tensor_cache(mode)
         build = step.load()  # unseen, because modules are imported once, for the first rank
         with mode, recorder, cache, torch_internals.too_large_unsupported(), named_lines(step.name):
-            run, sizes, parameters = record_steps(partial(step.built, build), recorder, around)
+            run, sizes, parameters = record_steps(partial(step.built, build), recorder, meshes)
             del run
-        return StepTrace(Trace.of(cell, rank, recorder), sizes, parameters, around.compiled)
+        return StepTrace(Trace.of(cell, rank, recorder), sizes, parameters, frozenset(STANDING_IN))
 
 
-def record_steps(build: Build, recorder: StepWatcher, around: World) -> tuple[Step, tuple[int, ...], int]:
+def record_steps(
+    build: Build, recorder: StepWatcher, meshes: Sequence[DeviceMesh]
+) -> tuple[Step, tuple[int, ...], int]:
     """Build a step and run it :data:`STEPS` times under an entered recorder; returns (the step, the mesh and
     the parameters of :class:`StepTrace`)."""
     with recorder.building():
         run = build()
     parameters = recorder.tag_built()
     for number in range(1, STEPS + 1):
-        recorder.communication.axes.update(axes_of(around))
-        sizes = mesh_of([*torch_internals.groups_of_process().values()], around.size)
+        recorder.communication.axes.update(axes_of(meshes))
+        sizes = mesh_of([*torch_internals.groups_of_process().values()], dist.get_world_size())
         if recorder.events is not None:
             recorder.events.on_mesh(sizes)
         fixed = nullcontext() if recorder.events is None else torch_internals.static_pipelines()
@@ -172,7 +178,9 @@ class StepTraces(ClassTraces):
             replace(each.trace, cell=cell, rank=of[0], memory=each.trace.memory.with_workspaces(workspaces))
             for each, of in zip(traced, ranks, strict=True)
         ]
-        return cls(cell, plan_of_step(cell, ranks), traces, traced=traced, tried=tried)
+        stood_in = sorted({one for each in traced for one in each.stood_in})
+        planned = plan_of_step(cell, ranks)
+        return cls(cell, planned, traces, stood_in=stood_in, traced=traced, tried=tried)
 
     def on(self, cluster: str) -> Self:
         """The same step on another cluster."""
@@ -187,46 +195,19 @@ class StepTraces(ClassTraces):
     def memory_measurement(self) -> Measurement:
         return merged(self.cell, self.by_class, self.planned)
 
-    def add_time(
-        self, measurement: Measurement, simulated: Callable[[], Timeline | StepNumbers] | None = None
-    ) -> None:
-        super().add_time(measurement, simulated or (lambda: self.timeline))
-        if measurement.step_time_s and any(each.compiled for each in self.traced):
-            of_step = self.cell, measurement.breakdown, self.timeline.priced_by
-            add_rates(measurement, *of_step, [COMPILED.price])
-
     def simulator(self, cluster: Cluster | None = None) -> Simulator:
         programs = [each.program for each in self.traces if each.program is not None]
         parameters = max(each.parameters for each in self.traced)
         cluster = cluster or load_cluster(self.cell.cluster)
         return Simulator(programs, self.ranks, cluster, self.cell.precision, parameters)
 
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The simulated step of all ranks.
-
-        Raises:
-            RatesUnknown: the cluster lacks a rate.
-            UserError: messages of ranks never meet; names the lines.
-        """
-        try:
-            return self.simulator()()
-        except RatesUnknown:
-            raise
-        except ValueError as error:
-            word = " never ends" if isinstance(error, Deadlock) else ""
-            raise UserError(f"{self.cell.model}{word}: {error}") from error
-
     def held(self) -> list[dict[str, Any]]:
         """What is alive at the peak of the fullest rank, the largest first: ``bytes``, number of ``tensors``,
         their ``kind`` (a category of the log) and ``place``: the module and line that made them."""
         log = self.worst().memory
-        live = log.levels(sizes := rounded(np.asarray(log.sizes, dtype=np.int64))).live
-        at = log.step_start + int(np.argmax(live[log.step_start :]))
-        kinds = np.asarray([log.CATEGORIES.index(kind) for kind in log.categories()])
         return [
             {"bytes": nbytes, "kind": log.CATEGORIES[kind], "place": place, "tensors": tensors}
-            for kind, place, nbytes, tensors in log.parts_after(at, sizes, kinds)
+            for kind, place, nbytes, tensors in log.parts_at_peak()
         ]
 
     def __str__(self) -> str:

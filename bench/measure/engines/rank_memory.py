@@ -166,10 +166,7 @@ class RankMemory:
 
     @classmethod
     def of(
-        cls,
-        log: MemoryLog,
-        capacity: int | None,
-        kind: type[CachingAllocator] = CachingAllocator,
+        cls, log: MemoryLog, capacity: int | None, kind: type[CachingAllocator] = CachingAllocator
     ) -> Self:
         """The memory of a rank, from a replay of its memory log through an allocator.
 

@@ -30,7 +30,7 @@ from spbench.bench.measure.simulator.program import Flops, flops_of
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
-from spbench.bench.setting_values import stand_ins
+from spbench.bench.setting_values import StandIn, stand_ins
 from spbench.impls import is_packaged, model_preset, nesting
 
 #: FLOPs of a step over the FLOPs of its forward: backward has two matmuls for each matmul of forward
@@ -132,6 +132,7 @@ def add_step_time(
     step_time_s: float,
     breakdown: Mapping[str, float] | None = None,
     priced_by: Mapping[Substitute, float] | None = None,
+    stood_in: Sequence[StandIn] = (),
 ) -> None:
     """Set a measurement's step time, and its throughput in tokens/s and samples/s of the whole batch; for a
     simulated time also its breakdown and the class of its rates.
@@ -139,6 +140,7 @@ def add_step_time(
     Args:
         breakdown: seconds by part, for a simulated time; None: the time was measured.
         priced_by: for a simulated time, the seconds of work without a rate of its own, by its substitute.
+        stood_in: stand-ins of a user's step, before those of the cell's program.
     """
     measurement.step_time_s = step_time_s
     if cell.strategy != OWN_STEP:
@@ -148,33 +150,24 @@ def add_step_time(
         cluster = load_cluster(cell.cluster)
         ranks = {**cell.sizes.by_axis, "nodes": -(-cell.sizes.world // cluster.devices_per_node)}
         ranks["graphs"] = 1 + (cell.training.cuda_graph != "none")
-        stood_in = stand_ins(cell.program, cell.training.backend, ranks, cluster.network.name)
-        add_rates(measurement, cell, breakdown, priced_by or {}, [each.price for each in stood_in])
+        of_cell = stand_ins(cell.program, cell.training.backend, ranks, cluster.network.name)
+        measurement.breakdown = dict(breakdown)
+        measurement.calibration = cluster.calibration_of(cell.precision).label
+        of_datasheet = cluster.rates_of(cell.precision) == "datasheet"  # which then prices all work
+        by_others = [] if of_datasheet else by_share(priced_by or {}, step_time_s)
+        measurement.priced_by = [*(each.price for each in (*stood_in, *of_cell)), *by_others]
+        program = cell.model, cell.strategy
+        measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
 
 
-def add_rates(
-    measurement: Measurement,
-    cell: Cell,
-    breakdown: Mapping[str, float],
-    priced_by: Mapping[Substitute, float],
-    stood_in: Sequence[dict[str, Any]] = (),
+def add_simulated_time(
+    measurement: Measurement, cell: Cell, simulated: Timeline | StepNumbers, stood_in: Sequence[StandIn] = ()
 ) -> None:
-    """Set a simulated step's breakdown, and whose rates price its work: first ``stood_in``."""
-    cluster, step_time_s = load_cluster(cell.cluster), measurement.step_time_s or 0.0
-    measurement.breakdown = dict(breakdown)
-    measurement.calibration = cluster.calibration_of(cell.precision).label
-    of_datasheet = cluster.rates_of(cell.precision) == "datasheet"  # which then prices all work
-    measurement.priced_by = [*stood_in, *([] if of_datasheet else by_share(priced_by, step_time_s))]
-    program = cell.model, cell.strategy
-    measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
-
-
-def add_simulated_time(measurement: Measurement, cell: Cell, simulated: Timeline | StepNumbers) -> None:
     """Set a measurement's simulated step time with its parts, bound, MFU and FLOPs; status mismatch if the
     FLOPs of the ranks disagree with the model's. The FLOPs of the model of a user's step are three times
     those of forward if the step has a backward, as of a model that is trained whole."""
     step = StepNumbers.of(simulated).with_allocator(measurement.by_class, cell.training.steps)
-    add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
+    add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by, stood_in)
     measurement.parts = dict(step.parts)
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
     if cell.strategy == OWN_STEP:

@@ -16,9 +16,10 @@ import io
 import json
 import logging
 import platform
+import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self, get_type_hints
 
@@ -35,6 +36,7 @@ from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.trace.torch_internals import replaced
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
@@ -141,16 +143,11 @@ _cache: DiskCache | None = None
 _log = logging.getLogger(__name__)
 
 
-@contextmanager
-def keeping_traces() -> Iterator[None]:
-    """Within the context, this process keeps traces on disk, unless the user turned the cache folder off."""
-    global _cache
-    before, folder = _cache, cache_folder()
-    _cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
-    try:
-        yield
-    finally:
-        _cache = before
+def keeping_traces() -> AbstractContextManager[None]:
+    """A context in which this process keeps traces on disk, unless the user turned the cache folder off."""
+    folder = cache_folder()
+    cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
+    return replaced(sys.modules[__name__], {"_cache": cache})
 
 
 def kept_trace(

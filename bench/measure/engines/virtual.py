@@ -11,12 +11,7 @@ from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.own_steps import step_traces
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.rank_memory import usable_memory_bytes
-from spbench.bench.measure.engines.step_line import (
-    StepNumbers,
-    calls_on_line,
-    counts_on_line,
-    on_line,
-)
+from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import (

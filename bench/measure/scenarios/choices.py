@@ -203,21 +203,10 @@ def with_step(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"precision": "bf16", **others, **own}
 
 
-#: what the cell of a user's step may set, of all settings, sizes and training
-_OF_STEPS = {
-    "": (
-        *("model", "strategy", "sizes", "cluster", "engine", "device", "precision", "training", "timing"),
-        *("variant", "model_config_json"),
-    ),
-    "sizes": ("dp",),
-    "training": ("cuda_alloc_conf", "cublas_workspace", "alloc_retries"),
-}
-
-
 def step_mistakes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
     """The mistakes in the cell of a user's step, each as (path in the cell, message)."""
     settings = cell.model_dump(exclude_defaults=True)
-    for section, may in _OF_STEPS.items():
+    for section, may in NAMES["of_steps"].items():
         for name in {*(settings.get(section, {}) if section else settings)} - {*may}:
             path = tuple(filter(None, (section, name)))
             yield path, "a step of your own makes its own model, batch and layout of ranks; leave it out"

@@ -20,13 +20,7 @@ from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator import table_prices
 from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.group_links import crossed, crossings_of
-from spbench.bench.measure.simulator.program import (
-    ALIGNED,
-    PRECISION_NAMES,
-    Category,
-    Kind,
-    Program,
-)
+from spbench.bench.measure.simulator.program import ALIGNED, PRECISION_NAMES, Category, Kind, Program
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.impls import GROUPED_MATMULS, SPARSE_ATTENTION
 

@@ -8,12 +8,14 @@ calls other operators. No list of what a selective checkpoint keeps names the CP
 parallelism does not turn it into a ring, and RMSNorm and dropout keep more tensors for backward.
 """
 
+import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,17 +27,16 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from spbench.bench.measure.processes.starting import environment_with
+from spbench.bench.measure.steps.step_file import STANDING_IN
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.torch_internals import attention_order, below_autograd
+from spbench.bench.setting_values import COMPILED
+from spbench.bench.yaml_files import read_yaml
 
-#: devices that are played on the CPU, and the CPU with a number, which fake tensors tell from the CPU
-_PLAYED = ("cuda", "xpu", "cpu")
-#: functions of torch.cuda that tell of its memory
-_STATISTICS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-#: what a mesh does by real numbers in tensors of ranks
-_OF_RANKS = (
-    *("__init__", "__getitem__", "_flatten", "_unflatten", "_get_all_submeshes", "_create_flatten_mesh"),
-    *("mesh", "from_group", "_concatenate"),
+#: what a world plays, in tables that the file explains
+_TABLES = read_yaml(Path(__file__).with_name("played.yaml"))
+_PLAYED, _OF_RANKS, _SCALED_BY_COUNTS = (
+    _TABLES[kind] for kind in ("devices", "of_ranks", "scaled_by_counts")
 )
 
 
@@ -47,6 +48,10 @@ class OnCpu(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
+        package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if func in (torch.Tensor.item, torch.equal) and package in _SCALED_BY_COUNTS:
+            torch.cpu.synchronize()  # the host waits for the value
+            return 1
         if func is torch.Tensor.data_ptr and isinstance(args[0], torch_internals.FakeTensor):
             return args[0].untyped_storage()._cdata  # by which programs tell tensors apart
         named = {name: played(value) for name, value in (kwargs or {}).items()}
@@ -116,56 +121,40 @@ def _mesh_methods(made: list[DeviceMesh]) -> dict[str, Any]:
     return {**methods, "__init__": noted}
 
 
-@dataclass
-class World:
-    """The world of a rank.
-
-    Attributes:
-        size: the number of ranks.
-        meshes: the user's meshes, as they are made.
-        compiled: whether the user's code has called torch.compile.
-    """
-
-    size: int
-    meshes: list[DeviceMesh] = field(default_factory=list)
-    compiled: bool = False
-
-    def compile(self, model: Any = None, **_: Any) -> Any:
-        """torch.compile without effect: the model or function itself, or a decorator that returns it."""
-        warnings.warn("torch.compile has no effect in a trace: the step runs eagerly", stacklevel=2)
-        self.compiled = True
-        return (lambda function: function) if model is None else model
-
-
 @contextmanager
-def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -> Iterator[World]:
+def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -> Iterator[list[DeviceMesh]]:
     """Within the context, the user's code runs as ``rank`` of ``world`` ranks, of which ``of_node`` share a
     node: the environment has RANK and its like, torch's default group, which exists, stays as it is, and with
-    ``on_cpu`` a GPU means the CPU.
+    ``on_cpu`` a GPU means the CPU. Yields the user's meshes, as they are made.
     """
-    local = rank % of_node
-    environment: dict[str, object] = {
-        "RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_RANK": local,
-        "MASTER_PORT": 29500,
-    }
-    environment |= {"LOCAL_WORLD_SIZE": min(of_node, world), "MASTER_ADDR": "localhost"}
-    around = World(world)
+    local, meshes = rank % of_node, list[DeviceMesh]()
+    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "MASTER_PORT": 29500}
+    environment |= {"LOCAL_WORLD_SIZE": min(of_node, world)}
     torch_internals.forget_shardings()
     with ExitStack() as stack:
-        stack.enter_context(environment_with({name: str(value) for name, value in environment.items()}))
+        stack.enter_context(environment_with({name: str(n) for name, n in environment.items()}))
+        stack.enter_context(environment_with({"MASTER_ADDR": "localhost"}))
         for owner in (dist, dist.distributed_c10d):
             nothing = dict.fromkeys(("init_process_group", "destroy_process_group"), lambda *_, **__: None)
             stack.enter_context(torch_internals.replaced(owner, nothing))
-        stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(around.meshes)))
-        for owner, names in _devices(local, of_node, around).items() if on_cpu else ():
+        stack.enter_context(torch_internals.replaced(DeviceMesh, _mesh_methods(meshes)))
+        for owner, names in _devices(local, of_node).items() if on_cpu else ():
             stack.enter_context(torch_internals.replaced(owner, names))
         if on_cpu:
             stack.enter_context(torch_internals.around_backward(_in_backward))
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # for what was compiled before
             stack.enter_context(OnCpu())
-        yield around
+        yield meshes
+
+
+def _uncompiled(model: Any = None, **_: Any) -> Any:
+    """torch.compile without effect: the model or function itself, or a decorator that returns it."""
+    code = sys._getframe(1).f_code
+    # packages decorate functions as they are imported, whether or not a step calls them
+    if code.co_flags & inspect.CO_OPTIMIZED or "-packages" not in code.co_filename:
+        warnings.warn("torch.compile has no effect in a trace: the step runs eagerly", stacklevel=2)
+        STANDING_IN.add(COMPILED)
+    return (lambda function: function) if model is None else model
 
 
 def _of_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -173,60 +162,39 @@ def _of_cpu(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch.cpu, name)(*args, **kwargs)
 
 
-def _made_by_cpu(name: str, _: type, *args: Any, **kwargs: Any) -> Any:
-    """An instance of a class of torch.cpu, in place of one of a class of torch.cuda."""
-    return _of_cpu(name, *args, **kwargs)
-
-
-def _no_bytes(name: str, *_: Any) -> int:
-    """The answer of a function of torch.cuda that tells of memory, which the recorder counts instead."""
-    return 0
-
-
-def _devices(local: int, of_node: int, around: World) -> dict[Any, dict[str, Any]]:
+def _devices(local: int, of_node: int) -> dict[Any, dict[str, Any]]:
     """By module or class of torch, the functions that choose or follow a device, as the CPU answers them."""
+    values = {"local": local, "of_node": of_node, "cpu": torch.device("cpu")}
 
-    def nothing() -> Callable[..., None]:  # a function each, because torch.compile tells functions apart
-        return lambda *_, **__: None
+    def answering(value: Any) -> Callable[..., Any]:  # one each, because torch.compile tells functions apart
+        value = values.get(value, value)
+        return lambda *_, **__: torch.get_rng_state() if value == "rng" else value
 
-    of_cuda: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_bf16_supported": lambda *_, **__: True,
-        "device_count": lambda: of_node,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": nothing(),
-        "set_device": nothing(),
-        "current_device": lambda: local,
-        **{name: partial(_of_cpu, name) for name in ("current_stream", "stream", "synchronize")},
-        # classes, because annotations name them
-        **{name: type(name, (), {"__new__": partial(_made_by_cpu, name)}) for name in ("Stream", "Event")},
-        **{name: nothing() for name in ("empty_cache", "reset_peak_memory_stats")},
-        **{name: partial(_no_bytes, name) for name in _STATISTICS},
+    answers = {
+        module: {name: answering(value) for value, names in of_module.items() for name in names}
+        for module, of_module in ((torch.cuda, _TABLES["cuda"]), (torch.accelerator, _TABLES["accelerator"]))
     }
-    of_accelerator = {
-        "current_accelerator": lambda *_, **__: torch.device("cpu"),
-        "current_device_index": lambda: local,
-        "set_device_index": nothing(),
-        "synchronize": nothing(),
-    }
+    answers[torch.cuda] |= {name: partial(_of_cpu, name) for name in _TABLES["of_cpu"]}
+    for name in _TABLES["classes_of_cpu"]:  # classes, because annotations name them
+        made = {"__new__": lambda _, *args, name=name, **kwargs: _of_cpu(name, *args, **kwargs)}
+        answers[torch.cuda][name] = type(name, (), made)
     return {
-        torch: {"compile": around.compile},
-        torch.cuda: of_cuda,
-        torch.accelerator: of_accelerator,
+        torch: {"compile": _uncompiled},
+        **answers,
         torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},
         torch.nn.init: {"_no_grad_trunc_normal_": _drawn},
     }
 
 
-def axes_of(around: World) -> dict[str, str]:
+def axes_of(meshes: Sequence[DeviceMesh]) -> dict[str, str]:
     """The axis of each process group of this rank, by the group's name: a dimension of one of the user's
-    meshes, "world" for all ranks, or what the group is like, as "4 ranks, 2 apart"."""
+    ``meshes``, "world" for all ranks, or what the group is like, as "4 ranks, 2 apart"."""
     axes = {}
     for name, ranks in torch_internals.groups_of_process().items():
         distance = {b - a for a, b in pairwise(ranks)}
         like = f"{len(ranks)} ranks" + (f", {distance.pop()} apart" if len(distance) == 1 else "")
-        axes[name] = "world" if len(ranks) == around.size else like
-    for mesh in around.meshes:
+        axes[name] = "world" if len(ranks) == dist.get_world_size() else like
+    for mesh in meshes:
         for dim in mesh.mesh_dim_names or ():
             with torch_internals.without_modes():
                 group = mesh.get_group(dim) if mesh.get_coordinate() is not None else None

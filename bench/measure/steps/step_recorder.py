@@ -3,23 +3,20 @@
 import gc
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.steps.step_file import line_of
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.measure.trace.memory import ModuleCalls
-from spbench.bench.measure.trace.meter import communicates, communication_of
+from spbench.bench.measure.trace.meter import METERED, communicates
 from spbench.bench.measure.trace.recorder import BETWEEN_TWO, FastRecorder, Recorder
 from spbench.bench.measure.trace.torch_internals import local
 
@@ -83,7 +80,7 @@ class StepWatcher(Recorder):
             return NotImplemented  # a DTensor and its like do their work by further calls, which come here
         if func is torch.ops.aten._pin_memory.default:
             raise UserError("a trace cannot tell pinned memory from the GPU's: leave offloading out")
-        if self._builds and communicates(func) and not _is_metered(func, args):
+        if self._builds and communicates(func) and torch_internals.schema_of(func).name not in METERED:
             return func(*args, **(kwargs or {}))  # such as the scatter of weights that have no values
         if not self._depth and not self._paused:
             self._after_backward(func)
@@ -98,7 +95,7 @@ class StepWatcher(Recorder):
         patches.enter_context(torch_internals.foreach_of_fakes())
         patches.enter_context(torch_internals.around_shapes_of_dtensors(self.paused))
         patches.enter_context(torch_internals.around_backward(self._in_backward))
-        before_update = register_optimizer_step_pre_hook(lambda optimizer, *_: self._updates(optimizer))
+        before_update = register_optimizer_step_pre_hook(self._updates)
         after_update = register_optimizer_step_post_hook(lambda *_: self._updated())
         patches.callback(before_update.remove)
         patches.callback(after_update.remove)
@@ -129,7 +126,7 @@ class StepWatcher(Recorder):
         elif self._phase == "backward" and func not in BETWEEN_TWO:
             self.begin("gradient_sync")
 
-    def _updates(self, optimizer: Optimizer) -> None:
+    def _updates(self, optimizer: Optimizer, *_: Any) -> None:
         self.begin("optimizer")
         self._tag_update(optimizer)
 
@@ -147,12 +144,8 @@ class StepWatcher(Recorder):
     @contextmanager
     def building(self) -> Iterator[None]:
         """Within the context, which comes before the steps, only memory is metered."""
-        self._builds = True
-        try:
-            with self._metering_memory():
-                yield
-        finally:
-            self._builds = False
+        with torch_internals.replaced(self, {"_builds": True}), self._metering_memory():
+            yield
 
     @contextmanager
     def step(self, *, last: bool) -> Iterator[None]:
@@ -198,14 +191,6 @@ class StepWatcher(Recorder):
 
 class StepRecorder(StepWatcher, FastRecorder):
     """A :class:`StepWatcher` of fake tensors; its arguments are those of :class:`FastRecorder`."""
-
-
-def _is_metered(func: Any, args: Sequence[Any]) -> bool:
-    try:
-        communication_of(func, args)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def living(kind: type) -> list[Any]:

@@ -124,10 +124,7 @@ class MemoryMeter(Meter):
     always = True
 
     def __init__(
-        self,
-        mesh: DeviceMesh | None = None,
-        elsewhere: Self | None = None,
-        streams: Streams | None = None,
+        self, mesh: DeviceMesh | None = None, elsewhere: Self | None = None, streams: Streams | None = None
     ):
         super().__init__(mesh)
         self._elsewhere, self._streams = elsewhere, streams

@@ -171,6 +171,13 @@ class MemoryLog:
         order = (int(n) for n in np.argsort(-sums, kind="stable") if sums[n])
         return [(n // len(names), names[n % len(names)], int(sums[n]), int(counts[n])) for n in order]
 
+    def parts_at_peak(self) -> list[tuple[int, str, int, int]]:
+        """What is alive at the peak of the traced steps, as :meth:`parts_after`."""
+        live = np.cumsum(self.signed_bytes())
+        at = self.step_start + int(np.argmax(live[self.step_start :]))
+        kinds = self._categories(np.asarray(self.events, dtype=np.int64))
+        return self.parts_after(at, rounded(np.asarray(self.sizes, dtype=np.int64)), kinds)
+
     def categories(self) -> list[str]:
         """The category of each storage: its tag; else "activations" if a forward made the storage and left it
         alive; else "temporaries"."""

@@ -157,6 +157,8 @@ _COLLECTIVES = {
     for operator in operators
 }
 _NAMESPACES, _SILENT = (frozenset(OPERATORS[kind]) for kind in ("namespaces", "silent"))
+#: operators of these namespaces whose bytes are known, with their namespace
+METERED = _SILENT.union(_COLLECTIVES)
 
 
 @cache
@@ -249,13 +251,6 @@ class CommunicationMeter(Meter):
             operation = Operation(self.current_phase, communication.collective, axis, size, nbytes)
             self.counts[operation] += 1
             self.calls.append(operation)
-
-    def sent_bytes(self) -> dict[tuple[str, str], Fraction]:
-        """Bytes that one rank sent (mean over its group), by phase and collective."""
-        sent: dict[tuple[str, str], Fraction] = {}
-        for (phase, collective, _), nbytes in self.sent_bytes_by_axis().items():
-            sent[phase, collective] = sent.get((phase, collective), Fraction(0)) + nbytes
-        return sent
 
     def sent_bytes_by_axis(self) -> dict[tuple[str, str, str], Fraction]:
         """Bytes that one rank sent (mean over its group), by phase, collective and axis."""

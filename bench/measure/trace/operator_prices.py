@@ -130,7 +130,9 @@ class Price:
         stores_no_scores = "flash_attention" in name or name in impls.SPARSE_ATTENTION
         self._softmax = self._formula is not None and stores_no_scores
         self._category = (
-            Category.ATTENTION if "softmax" in name or "attention" in name else Category.MEMORY_BOUND
+            Category.ATTENTION
+            if "softmax" in name or "attention" in name or func.namespace == "triton_matmuls"
+            else Category.MEMORY_BOUND
         )
         if name == "index_scores":  # matmuls of several heads, which have no shape of one matmul
             self._category = Category.MATMUL
@@ -144,7 +146,7 @@ class Price:
             self.free
             or max(self._matmul, self._grouped) >= 0
             or self._formula is not None
-            or func.namespace == "spbench"  # a kernel of spbench with matmuls has a formula
+            or func.namespace in ("spbench", "triton_streaming")  # those with matmuls have a formula
             or name in _STREAMING
             or name.startswith(_STREAMING_FAMILIES)
             or not _STREAMING_TAGS.isdisjoint(func.tags)

@@ -14,6 +14,7 @@ from spbench.bench.measure.trace.operator_prices import OPERATORS
 from spbench.bench.measure.trace.torch_internals import (
     FAKE_DEVICE,
     FakeTensor,
+    required_elements,
     schema_of,
     storage_key,
     without_dispatch,
@@ -114,7 +115,8 @@ def _remembered(
             continue
         path, offset = storages.get(storage_key(x)), int(x.storage_offset())
         if path is None:
-            if offset or x.untyped_storage().nbytes() != _dense_bytes(x) or storage_key(x) in storages:
+            dense = required_elements(x.shape, x.stride(), 0) * x.element_size()
+            if offset or x.untyped_storage().nbytes() != dense or storage_key(x) in storages:
                 return None
             storages[storage_key(x)] = None
         its = attributes or {name: value for name, value in vars(x).items() if name != "fake_mode"}
@@ -167,14 +169,6 @@ def _on_meta(value: Any) -> Any:
         x = torch.empty(0, dtype=value.dtype, device="meta")
         return x.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     return type(value)(map(_on_meta, value)) if type(value) in (tuple, list) else value
-
-
-def _dense_bytes(x: Tensor) -> int:
-    """Bytes of the storage that ``empty_strided`` makes for the shape and strides of x."""
-    if x.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return (last + 1) * x.element_size()
 
 
 def _tensors(path: Path, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Path, Tensor]]:

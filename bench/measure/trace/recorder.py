@@ -9,7 +9,7 @@ builds the results of later calls itself. The mode always runs unusual calls (se
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -136,23 +136,13 @@ class Recorder(torch_internals.TorchDispatchMode):
             self.memory.end_step()
             self.host_memory.end_step()
 
-    @contextmanager
-    def _metering_memory(self) -> Iterator[None]:
-        """Within the context, only memory meters see operators."""
-        meters, self.meters = self.meters, [self.memory, self.host_memory]
-        try:
-            yield
-        finally:
-            self.meters = meters
+    def _metering_memory(self) -> AbstractContextManager[None]:
+        """A context in which only memory meters see operators."""
+        return torch_internals.replaced(self, {"meters": [self.memory, self.host_memory]})
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within the context, no meter sees any operator."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
+    def paused(self) -> AbstractContextManager[None]:
+        """A context in which no meter sees any operator."""
+        return torch_internals.replaced(self, {"_paused": True})
 
     def found(self) -> dict[str, Mapping[str, Any]]:
         """The results of the further meters, by the meter's name."""
@@ -259,10 +249,7 @@ class FastRecorder(Recorder):
         return results[0] if remembered.container is None else remembered.container(results)
 
     def _result(
-        self,
-        made: Made | OperatorArgument,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, made: Made | OperatorArgument, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tensor:
         if isinstance(made, OperatorArgument):
             argument: Tensor = operator_results.argument_at(made.path, args, kwargs)

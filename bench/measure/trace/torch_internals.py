@@ -35,6 +35,7 @@ def _moved(what: str) -> UserError:
 try:
     from torch._C._distributed_c10d import FakeProcessGroup as FakeProcessGroup
     from torch._ops import OpOverload as OpOverload
+    from torch._prims_common import compute_required_storage_length as required_elements  # noqa: F401
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch._subclasses.fake_tensor import disable_fake_tensor_cache as disable_fake_tensor_cache
@@ -60,19 +61,13 @@ FAKE_DEVICE = "_fake_device"
 def foreach_of_fakes() -> Iterator[None]:
     """Within the context, optimizers and norms of fake tensors on the CPU take torch's foreach operators, as
     those of a GPU's tensors do."""
-    optimizer = import_module("torch.optim.optimizer")
-    kinds = (
-        optimizer._foreach_supported_types,
-        import_module("torch.utils._foreach_utils")._foreach_supported_types,
+    optimizer, utils = (
+        import_module(f"torch.{name}") for name in ("optim.optimizer", "utils._foreach_utils")
     )
-    for each in kinds:
-        each.append(FakeTensor)
-    try:
-        with replaced(optimizer, {"_get_foreach_kernels_supported_devices": lambda: ["cpu"]}):
-            yield
-    finally:
-        for each in kinds:
-            each.remove(FakeTensor)
+    kinds = {"_foreach_supported_types": [*optimizer._foreach_supported_types, FakeTensor]}
+    on_cpu = {"_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
+    with replaced(optimizer, kinds | on_cpu), replaced(utils, kinds):
+        yield
 
 
 @contextmanager

@@ -73,10 +73,7 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
         )
     unknown = unknown_share(measured)
     low, high, words = (model or packaged_model()).band(rates, bound, strategy, unknown, stood_in)
-    ends: dict[str, Any] = {
-        "step_time_low_s": step_time_s * low,
-        "step_time_high_s": step_time_s * high,
-    }
+    ends: dict[str, Any] = {"step_time_low_s": step_time_s * low, "step_time_high_s": step_time_s * high}
     lacks = [each["work"] for each in priced_by if each["grade"] == STAND_IN]
     lacks += ["a measured step of the user's own program"] * (strategy == OWN_STEP)
     # of the prices with the grade that decides the class, the one with the largest share of the step

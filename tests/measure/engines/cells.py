@@ -2,7 +2,9 @@
 chosen size; and traces compared field by field."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import check_sizes
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import all_backends, all_strategies, model_preset
 from spbench.impls.strategies.nesting import nesting
@@ -221,3 +224,11 @@ def differences(ours: Trace, theirs: Trace) -> Sequence[str]:
     if ours.program is None or theirs.program is None:
         return found + ["program"] * (ours.program is not theirs.program)
     return found + differing_fields(ours.program, theirs.program)
+
+
+def sent_bytes(meter: CommunicationMeter) -> dict[tuple[str, str], Fraction]:
+    """The bytes that one rank sent (mean over its group), by phase and collective."""
+    sent: defaultdict[tuple[str, str], Fraction] = defaultdict(Fraction)
+    for (phase, collective, _), nbytes in meter.sent_bytes_by_axis().items():
+        sent[phase, collective] += nbytes
+    return dict(sent)

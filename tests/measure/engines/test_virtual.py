@@ -29,12 +29,12 @@ from spbench.impls.strategies.nesting import Nesting, all_pairs, nesting
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.traffic import Traffic
-from tests.measure.engines.cells import AXES, cell_of, write_cluster
+from tests.measure.engines.cells import AXES, cell_of, sent_bytes, write_cluster
 from tests.slow import mostly_slow, slow
 
 
 def sent(strategy: str, n: int, **changes: Any) -> dict[tuple[str, str], Fraction]:
-    return tracing.trace(cell_of(strategy, n, **changes)).communication.sent_bytes()
+    return sent_bytes(tracing.trace(cell_of(strategy, n, **changes)).communication)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 64])
@@ -73,7 +73,7 @@ def test_gradients_are_summed_once() -> None:
     cell = cell_of("ring_self_attention", n, precision="fp16")
     with tracing.fake_mesh(cell.mesh_sizes, 0) as mesh:
         parameters = sum(p.numel() for p in set_up(cell, mesh)[0].module.parameters())
-    bytes_sent = tracing.trace(cell).communication.sent_bytes()
+    bytes_sent = sent_bytes(tracing.trace(cell).communication)
     assert bytes_sent["gradient_sync", "all_reduce"] == Fraction(2 * (n - 1), n) * parameters * 2
 
 
@@ -265,7 +265,7 @@ def test_bytes_are_those_of_the_paper(n: int) -> None:
 
 def sent_by_a_layer(strategy: str, n: int) -> dict[tuple[str, str], Fraction]:
     cell = cell_along(strategy, n, seq_len=12 * 24, model_options={"layers": 1})
-    return tracing.trace(cell).communication.sent_bytes()
+    return sent_bytes(tracing.trace(cell).communication)
 
 
 def nested_cell(strategy: str, model: str, sizes: dict[str, int], changes: dict[str, Any]) -> Cell:

@@ -1,5 +1,5 @@
-"""A user's step calls kernels of packages that are not here: FlashAttention has a form, and of others the
-message has three lines that give one."""
+"""A user's step calls kernels of packages: launches of Triton kernels have a price, FlashAttention has a form
+where it is not installed, and of others the message has three lines that give one."""
 
 import re
 from pathlib import Path
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 from spbench import measure_step
 from spbench.bench.errors import UserError
 from spbench.impls import forward_flops
 from spbench.impls.peers.flash_attn_stand_in import _of_lengths, _whole
+from tests.grid import data
 
 STEP = """
 import torch
@@ -31,6 +33,83 @@ WHOLE, PACKED = (
 def traced(folder: Path, imports: str, call: str) -> Any:
     (folder / "step.py").write_text(STEP.format(imports, call))
     return measure_step(f"{folder}/step.py:train", world_size=2, cluster="dgx-h100").measurement
+
+
+LAUNCHES, DELTA_RULE, LIGER = (data(__file__)[name] for name in ("LAUNCHES", "DELTA_RULE", "LIGER"))
+FORMULA = "register_flop_formula(doubled_by_users.fn)(lambda x_ptr, n, **_: n)\n"
+
+
+@pytest.mark.parametrize("formula", ["", FORMULA])
+def test_a_triton_kernel_of_the_users_own_is_priced_by_bytes_or_a_formula(
+    tmp_path: Path, formula: str
+) -> None:
+    (tmp_path / "step.py").write_text(LAUNCHES.format(formula))
+    step = measure_step(f"{tmp_path}/step.py:train", world_size=2, cluster="dgx-h100")
+    assert step.measurement.unpriced_operators == ({} if formula else {"doubled_by_users": 1})
+    assert step.measurement.flops["forward"] == (2 * 1024 * 64 if formula else 0)
+    program = step.classes.traced[0].trace.program
+    assert program.nbytes[program.calls_of(["doubled_by_users"])].tolist() == [2 * 4 * 1024 * 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "naive", "off"),
+    [
+        ("gated_delta_rule", "", "naive_chunk_gated_delta_rule", 0.03),
+        ("kda", ", 128", "naive_chunk_kda", 0.06),
+        ("simple_gla", "", "naive_chunk_simple_gla", 1e-9),
+    ],
+)
+def test_kernels_of_fla_have_the_flops_of_its_naive_forms(
+    tmp_path: Path, name: str, channels: str, naive: str, off: float
+) -> None:
+    """The kernels leave out the parts of the scores above the diagonal, and invert a triangle by products."""
+    forms = pytest.importorskip(f"fla.ops.{name}.naive")
+    given = "g=g" if name == "simple_gla" else "g, beta"
+    (tmp_path / "step.py").write_text(DELTA_RULE.format(name, channels, given))
+    row = measure_step(f"{tmp_path}/step.py:train", world_size=1, cluster="dgx-h100").measurement
+    q, g = torch.randn(1, 1024, 2, 128), -torch.rand(1, 1024, 2, *[128] * bool(channels))
+    with FlopCounterMode(display=False) as counter:
+        getattr(forms, naive)(q, q, q, *[g] if name == "simple_gla" else [g, torch.rand(1, 1024, 2)])
+    assert row.flops["forward"] == pytest.approx(counter.get_total_flops(), rel=off)
+    assert row.flops["all"] > 3 * row.flops["forward"]
+    assert not row.unpriced_operators
+    assert "eager code" not in [
+        each["by"] for each in row.priced_by
+    ]  # fla compiles functions that are not called
+
+
+def test_kernels_of_liger_are_priced_and_its_loss_keeps_no_logits(tmp_path: Path) -> None:
+    pytest.importorskip("liger_kernel")
+    (tmp_path / "step.py").write_text(LIGER)
+    step = measure_step(f"{tmp_path}/step.py:train", world_size=1, cluster="dgx-h100")
+    row, program = step.measurement, step.classes.traced[0].trace.program
+    mlp, head = 2 * 512 * 256 * 1024, 2 * 512 * 256 * 4096
+    # the loss computes its gradients in forward
+    assert row.flops["forward"] == 3 * mlp + 3 * head
+    assert row.flops["all"] == 3 * 3 * mlp + 3 * head
+    assert not row.unpriced_operators
+    assert program.nbytes[program.calls_of(["liger_cross_entropy_kernel"])].sum() >= 3 * 2 * 512 * 4096
+
+
+def test_flash_attn_stands_in_for_files_that_the_step_imports(tmp_path: Path) -> None:
+    (tmp_path / "attention_of_step.py").write_text("from flash_attn import flash_attn_func")
+    row = traced(tmp_path, "from attention_of_step import flash_attn_func as f", "f(q, q, q)")
+    assert row.flops["forward"] > 0
+
+
+def test_lengths_that_a_tensor_tells_are_heeded_and_others_said(tmp_path: Path) -> None:
+    """A tensor of written numbers keeps them; those that an operator draws are not known."""
+    imports = "from flash_attn import flash_attn_varlen_func as f"
+    call = "f(*[q[0]] * 3, cu_seqlens_q={0}, cu_seqlens_k={0}, max_seqlen_q=128, max_seqlen_k=128)"
+    known, unknown = (
+        traced(tmp_path, imports, call.format(ends))
+        for ends in ("torch.tensor([0, 64, 128, 256])", "torch.randint(256, (4,))")
+    )
+    short, long = (forward_flops(*[(1, 4, n, 64)] * 3, False) for n in (64, 128))
+    assert known.flops["forward"] == 2 * (2 * short + long)
+    assert known.priced_by == []
+    assert unknown.flops["forward"] == 2 * 2 * long
+    assert unknown.priced_by[0]["work"] == "packed sequences"
 
 
 @pytest.mark.parametrize(("call", "samples", "length"), [(WHOLE, 1, 256), (PACKED, 2, 128)])

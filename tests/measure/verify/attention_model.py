@@ -17,6 +17,7 @@ from spbench.impls.layout import MeetingKind
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.place import Place
 from spbench.impls.strategies.base import Site, Strategy
+from tests.measure.engines.cells import sent_bytes
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def metered(
         with recorder.phase("backward"):
             y.backward(torch.ones_like(y))
     recorder.memory.stop()
-    return recorder.communication.sent_bytes()
+    return sent_bytes(recorder.communication)
 
 
 def formula(
