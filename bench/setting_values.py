@@ -309,6 +309,7 @@ STAND_INS = (
     StandIn("Megatron's experts over EFA", "", ("megatron",), axis="ep", network="EFA"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
     StandIn("DeepSpeed's ZeRO-3", "", ("", *PROGRAMS), ("deepspeed_zero3",)),
+    StandIn("DeepSpeed's ZeRO-1 or 2", "", ("", *PROGRAMS), ("deepspeed_zero1", "deepspeed_zero2")),
     StandIn("expert parallelism", "", axis="ep"),
     StandIn("torchtitan's TP", "Megatron's", ("torchtitan",), axis="tp"),
     StandIn("torchtitan over nodes", "", ("torchtitan",), _SHARDED, "nodes"),

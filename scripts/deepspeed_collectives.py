@@ -1,12 +1,13 @@
-"""Writes the collectives of a micro-batch under DeepSpeed's ZeRO-3, as YAML, for test_deepspeed_zero3.yaml.
+"""Writes the collectives of DeepSpeed's ZeRO on two ranks, as YAML, for the tests of these backends.
 
     DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 scripts/deepspeed_collectives.py OUT
 
-The options of stage 3 are those of that file.
+Of stage 3 these are a micro-batch's, with the options in test_host_states.yaml; of stages 1 and 2 a step's,
+in their order, for each of the runs in test_deepspeed_zero2.yaml. Both files are of tests/impls/backends.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-RECORDED = Path(__file__).parents[1] / "tests" / "impls" / "backends" / "test_deepspeed_zero3.yaml"
-STAGE_3 = {"stage": 3, **yaml.safe_load(RECORDED.read_text(encoding="utf-8"))["options"]}
+TESTS = Path(__file__).parents[1] / "tests" / "impls" / "backends"
 
-sent: dict[str, list[int]] = {}
+sent: list[tuple[str, str, int]] = []
 phase = ["forward"]
 
 
@@ -30,37 +30,74 @@ def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         sizes = [x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        sent.setdefault(f"{phase[0]} {kind}", []).append(max(sizes))
+        sent.append((phase[0], kind, max(sizes)))
         return function(*args, **kwargs)
 
     return call
 
 
-for name, kind in (("all_gather_into_tensor", "gathers"), ("reduce_scatter_tensor", "sums")):
-    setattr(dist, name, noted(kind, getattr(dist, name)))
-dist.all_reduce = noted("all-reduces", dist.all_reduce)
+def run(zero: Mapping[str, Any], micro_batches: int, sizes: Mapping[str, int], **settings: Any) -> None:
+    """Run three steps, of which :data:`sent` then has the last one's collectives."""
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers' Trainer gives matrices a weight decay, and vectors none
+    parts = [[p for p in model.parameters() if (p.dim() > 1) == matrices] for matrices in (True, False)]
+    if zero["stage"] == 3:
+        parts = [[*model.parameters()]]
+    settings |= {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": dict(zero),
+    }
+    optimizer = torch.optim.AdamW([{"params": part} for part in parts])
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    tokens = torch.arange(8)[None]
+    for _ in range(3):  # stage 3 records its trace in the second
+        sent.clear()
+        for _ in range(micro_batches):
+            phase[0] = "forward"
+            loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
+            phase[0] = "backward"
+            engine.backward(loss)
+            phase[0] = "optimizer"
+            engine.step()
+    engine.destroy()
+
+
+def of_stage_3() -> dict[str, list[int]]:
+    recorded = yaml.safe_load((TESTS / "test_host_states.yaml").read_text(encoding="utf-8"))
+    run({"stage": 3, **recorded["options"]}, 1, SIZES)
+    words = {"all_gather": "gathers", "reduce_scatter": "sums", "all_reduce": "all-reduces"}
+    by_kind: dict[str, list[int]] = {}
+    for each, kind, nbytes in sent:
+        by_kind.setdefault(f"{each} {words[kind]}", []).append(nbytes)
+    return by_kind
+
+
+def of_smaller_stages() -> dict[str, list[str]]:
+    runs = yaml.safe_load((TESTS / "test_deepspeed_zero2.yaml").read_text(encoding="utf-8"))["runs"]
+    orders = {}
+    for name, each in runs.items():
+        # the partitions' border lies within a matrix
+        run(
+            each["zero"],
+            each["micro_batches"],
+            SIZES | {"intermediate_size": 208},
+            **each.get("settings", {}),
+        )
+        orders[name] = [f"{phase} {kind} {nbytes}" for phase, kind, nbytes in sent]
+    return orders
+
+
+for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "reduce"):
+    short = name.removesuffix("_into_tensor").removesuffix("_tensor")
+    setattr(dist, name, noted(short, getattr(dist, name)))
+# an operator that is compiled first, and that only ranks of one node with a memory in common use
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 deepspeed.init_distributed("gloo")
-config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
-model = LlamaForCausalLM(config).to(torch.bfloat16).train()
-model.gradient_checkpointing_enable({"use_reentrant": False})
-settings = {
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 1,
-    "bf16": {"enabled": True},
-    "zero_allow_untested_optimizer": True,
-    "zero_optimization": STAGE_3,
-}
-engine, *_ = deepspeed.initialize(
-    model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings
-)
-tokens = torch.arange(8)[None]
-for _ in range(3):  # the trace is recorded in the second
-    sent.clear()
-    phase[0] = "forward"
-    loss = engine(input_ids=tokens, labels=tokens, use_cache=False).loss
-    phase[0] = "backward"
-    engine.backward(loss)
-    phase[0] = "optimizer"
-    engine.step()
+written = {"stage 3": of_stage_3(), "runs": of_smaller_stages()}
 if dist.get_rank() == 0:
-    Path(sys.argv[1]).write_text(yaml.safe_dump(sent), encoding="utf-8")
+    Path(sys.argv[1]).write_text(yaml.safe_dump(written, width=120), encoding="utf-8")

@@ -3,7 +3,7 @@
     python scripts/program_host.py fully_shard --ranks 1     # or 2, without messages
     python scripts/program_host.py tensor_parallel
     pip install deepspeed transformers
-    LOCAL_RANK=0 DS_ACCELERATOR=cpu python scripts/program_host.py deepspeed --ranks 4
+    LOCAL_RANK=0 DS_ACCELERATOR=cpu python scripts/program_host.py deepspeed --ranks 4    # or deepspeed_zero2
     python scripts/program_host.py checkpoint    # the second run's calls of modules are among its backward's
 
 A model of 12 small layers runs forward and backward as the program runs the model, and plainly, in turns, on
@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -313,11 +314,11 @@ def checkpoint_parts(ranks: int) -> Iterator[Part]:
     yield Part(Run(plain, loss_of_llama), Run(again, loss_of_llama), LAYERS, 0)
 
 
-def deepspeed_parts(ranks: int) -> Iterator[Part]:
-    """A Llama of transformers under DeepSpeed's ZeRO-3, whose buckets are to the weights as those of a model
-    of 8B; calls of torch.distributed, which the suite prices, take no time."""
+def deepspeed_parts(ranks: int, stage: int = 3) -> Iterator[Part]:
+    """A Llama of transformers under a stage of DeepSpeed's ZeRO, whose buckets are to the weights as those of
+    a model of 8B; calls of torch.distributed, which the suite prices, take no time."""
     without_messages(ranks)
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
         setattr(dist, name, lambda *_, **__: SimpleNamespace(wait=bool))
     import deepspeed
 
@@ -332,8 +333,9 @@ def deepspeed_parts(ranks: int) -> Iterator[Part]:
         "bf16": {"enabled": True},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
-            "stage": 3,
+            "stage": stage,
             "overlap_comm": False,
+            "reduce_bucket_size": 500_000_000 if stage == 3 else 50_000,
             "stage3_param_persistence_threshold": 100,
             **{f"stage3_max_{name}": 200_000 for name in ("reuse_distance", "live_parameters")},
             "stage3_prefetch_bucket_size": 10_000,
@@ -351,6 +353,7 @@ PARTS = {
     "tensor_parallel": tensor_parallel_parts,
     "checkpoint": checkpoint_parts,
     "deepspeed": deepspeed_parts,
+    "deepspeed_zero2": partial(deepspeed_parts, stage=2),
 }
 
 

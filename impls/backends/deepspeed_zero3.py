@@ -16,7 +16,6 @@ divides by 1. DeepSpeed gathers the persistent weights at a step's end, this bac
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from spbench.impls.backends import parameter_coordinator
-from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
+from spbench.impls.backends.backend import BytesInBackward, HeldPart
 from spbench.impls.backends.buckets import weakly
+from spbench.impls.backends.deepspeed_stage import DeepSpeedStage
 from spbench.impls.backends.flat import padded
 from spbench.impls.backends.fsdp_flat import take_parameters
 from spbench.impls.backends.meta_device import is_meta, materialize
@@ -113,14 +113,11 @@ class UsedWeights(dict[str, Any]):
         return p
 
 
-class DeepSpeedZero3(Backend):
+class DeepSpeedZero3(DeepSpeedStage):
     """DeepSpeed's ZeRO-3 with the optimizer on the device."""
 
     name = "deepspeed_zero3"
-    searched = False
-    spans_layers = True  # in buckets and prefetches
     shares_out = frozenset({"optimizer_state", "gradients", "parameters"})
-    pipelined = False
     freezes = False
     options_type = parameter_coordinator.DeepSpeedZero3Options
     options: parameter_coordinator.DeepSpeedZero3Options
@@ -167,9 +164,8 @@ class DeepSpeedZero3(Backend):
         self.fetched: set[str] = set()
         self.bucket: list[tuple[Partitioned, Tensor]] = []
         self.missing: set[str] = set()
-        self.gathered, self.streams = False, [None, None]
-        if self.options.overlap_comm:
-            self.streams = [torch.get_device_module(device).Stream() for _ in self.streams]
+        self.gathered = False
+        self.open_streams(device, 2)  # of gathers and of gradients
         return self.make_optimizer(self.masters, masters=False, shard_groups={*groups.values()})
 
     def _cut(self) -> None:
@@ -290,7 +286,7 @@ class DeepSpeedZero3(Backend):
                     with _preserving_version(weight.memory):
                         weight.take(weight.shard.shape, weight.shard).copy_(weight.shard)
                 continue
-            with self._on(0):
+            with self.on(0, self.gradients):
                 if len(of_group) == 1:
                     with _preserving_version(first.memory):
                         _, work = start_all_gather(first.shard, first.group, first)
@@ -311,7 +307,7 @@ class DeepSpeedZero3(Backend):
         if name not in self.pending:
             return
         work, flat, weights = self.pending[name]
-        with self._on(0):
+        with self.on(0, self.gradients):
             work.wait()
             if flat is not None:
                 rows, before = flat.view(weights[0].size, -1), 0
@@ -325,11 +321,6 @@ class DeepSpeedZero3(Backend):
             del self.pending[weight.name]
         if self.streams[0] is not None:
             torch.get_device_module(weights[0].memory.device).current_stream().wait_stream(self.streams[0])
-
-    def _on(self, number: int) -> AbstractContextManager[None]:
-        """A context on the stream of gathers (0) or of gradients (1)."""
-        stream = self.streams[number]
-        return nullcontext() if stream is None else _issuing(stream, self.gradients)
 
     # gradients
 
@@ -345,20 +336,15 @@ class DeepSpeedZero3(Backend):
         if self.bucket and (self.bucket[0][0].group is not weight.group or filled + weight.elements > most):
             self._reduce()
             filled = 0
-        self._behind_compute()
+        self.behind_compute(1, self.gradients)
         if self.buffer is not None and filled + weight.elements <= most:
-            with self._on(1):
+            with self.on(1, self.gradients):
                 place = self.buffer[filled : filled + weight.elements].view_as(gradient)
                 gradient = place.copy_(gradient)
         self.bucket.append((weight, gradient))
         self.missing.discard(weight.name)
         if not self.missing:
             self._finish()
-
-    def _behind_compute(self) -> None:
-        if self.streams[1] is not None:
-            device = torch.get_device_module(self.gradients.device)
-            self.streams[1].wait_stream(device.current_stream())
 
     def _finish(self) -> None:
         """At the end of a backward: sum what is left, and let the host wait for the sums."""
@@ -373,8 +359,8 @@ class DeepSpeedZero3(Backend):
         self.bucket = []
         first = bucket[0][0]
         own = first.memory.dtype
-        wide = torch.promote_types(own, torch.float32) if self.options.reduce_dtype == "fp32" else own
-        with self._on(1):
+        wide = self.wide(own)
+        with self.on(1, self.gradients):
             bucket = [(weight, gradient.to(wide)) for weight, gradient in bucket]
             if len(bucket) == 1 and first.elements == first.part * first.size:
                 whole = bucket[0][1].flatten()
@@ -416,16 +402,12 @@ class DeepSpeedZero3(Backend):
             for group in groups:
                 all_reduce(norm, group)
             wait_for_device(norm)
-        places = [*zip(self.subgroups, self.masters, self.shards, strict=True)]
-        # a loss scale is for all sub-groups
-        for at_once in [places] if self.precision.loss_scale else ([place] for place in places):
-            for weights, master, _ in at_once:
-                gradient = torch.cat([weight.gradient for weight in weights]).to(master.dtype)
-                master.grad = gradient.mul_(1)
-            self.optimizer.step()
-            for _, master, flat in at_once:
-                master.grad = None
-                flat.copy_(master)
+
+        def gradient(weights: list[Partitioned], master: Tensor) -> Tensor:
+            return torch.cat([weight.gradient for weight in weights]).to(master.dtype)
+
+        pairs = zip(self.subgroups, self.masters, strict=True)
+        self.update([partial(gradient, *pair) for pair in pairs], self.masters, self.shards)
         self.versions = [flat._version for flat in self.shards]
 
     def held(self) -> dict[str, list[Tensor]]:
@@ -494,9 +476,3 @@ def _cut_for_ranks(weight: Partitioned, gradient: Tensor) -> list[Tensor]:
         if missing := weight.part - len(pieces[-1]):
             pieces[-1] = torch.cat([pieces[-1], flat.new_empty(missing)])
     return pieces
-
-
-@contextmanager
-def _issuing(stream: Any, like: Tensor) -> Iterator[None]:
-    with torch.get_device_module(like.device).stream(stream):
-        yield

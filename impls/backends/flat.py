@@ -45,6 +45,7 @@ class FlatShard:
         parameters: the parameters by name.
         group: the ranks that share the parameters; None: this rank has all of them.
         on_host: hold the shard in the host's pinned memory.
+        align: a number of elements to whose multiple each shard is padded.
         whole: each shard has whole parameters (:func:`owners_of`), which lie in the order of their ranks;
             else shards have equal lengths.
     """
@@ -56,6 +57,7 @@ class FlatShard:
         precision: Precision,
         *,
         on_host: bool = False,
+        align: int = 1,
         whole: bool = False,
     ):
         self.group = group
@@ -66,7 +68,7 @@ class FlatShard:
             parameters = dict(named for _, named in by_owner)
         self.names, tensors = list(parameters), list(parameters.values())
         self.shapes, self.sizes = [p.shape for p in tensors], [p.numel() for p in tensors]
-        self.padding = 0 if whole else padded(sum(self.sizes), self.size) - sum(self.sizes)
+        self.padding = 0 if whole else padded(sum(self.sizes), align * self.size) - sum(self.sizes)
         flat = self.flattened(tensors)
         #: elements of each rank's shard
         self.lengths = [len(flat) // self.size] * self.size

@@ -15,40 +15,29 @@ from typing import Any, Literal
 
 from torch import nn
 
+from spbench.impls.backends.deepspeed_stage import DeepSpeedOptions
 from spbench.impls.layout import Unsupported
-from spbench.impls.options import Options
 
 
 @dataclass(frozen=True)
-class DeepSpeedZero3Options(Options):
-    """Options of :class:`~spbench.impls.backends.deepspeed_zero3.DeepSpeedZero3`, by DeepSpeed's keys of
-    ``zero_optimization`` (runtime/zero/config.py). Sizes are numbers of elements.
+class DeepSpeedZero3Options(DeepSpeedOptions):
+    """Options of :class:`~spbench.impls.backends.deepspeed_zero3.DeepSpeedZero3`.
 
     Attributes:
-        overlap_comm: gather and reduce on streams of their own instead of on the computing stream.
-        contiguous_gradients: copy each gradient into a buffer of ``reduce_bucket_size`` elements.
-        reduce_bucket_size: gradients that are reduce-scattered at once.
         stage3_prefetch_bucket_size: weights that are gathered ahead after each gather.
         stage3_max_live_parameters: no weights are gathered ahead that make more than these whole.
         stage3_max_reuse_distance: weights that are used again within these elements stay whole.
         stage3_param_persistence_threshold: weights of at most these elements stay whole during a step.
         sub_group_size: the optimizer updates consecutive partitions of at least these elements at once; 0:
             each weight by itself.
-        reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32"
-            (``communication_data_type``; fp32 by default where ranks share sequences).
-        implementation: kernels of the optimizer, as :class:`OptimizerOptions` has them.
     """
 
     overlap_comm: bool = True
-    contiguous_gradients: bool = True
-    reduce_bucket_size: int = 500_000_000
     stage3_prefetch_bucket_size: int = 50_000_000
     stage3_max_live_parameters: int = 1_000_000_000
     stage3_max_reuse_distance: int = 1_000_000_000
     stage3_param_persistence_threshold: int = 100_000
     sub_group_size: int = 1_000_000_000
-    reduce_dtype: Literal["weights", "fp32"] = "weights"
-    implementation: Literal["fused", "foreach"] = "fused"
 
 
 #: the names of the weights that a module uses itself, in their order

@@ -105,7 +105,7 @@ def program_flags(kind: str, cell: Cell) -> Flags:
         return dataclasses.replace(proposed, missing=(f"such job: {refusal}",))
     missing, beside = [], []
     for path, ours, theirs in differences(cell, job.cell()):
-        if path in OWN_WAYS or (ours, theirs) == ("zero3", "deepspeed_zero3"):
+        if path in OWN_WAYS or theirs == f"deepspeed_{ours}":
             beside.append(f"{path}: {shown(theirs)} there, {shown(ours)} here")
         else:
             missing.append(f"{path} {shown(ours)} (it has {shown(theirs)})")

@@ -205,7 +205,7 @@ def _matched(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _deepspeed(account: Account, line: Rule) -> dict[str, Any]:
-    """The line ``deepspeed``: the fields ``sharding``, ``host`` and ``stage3`` by the configuration of
+    """The line ``deepspeed``: the fields ``sharding``, ``host`` and ``zero_options`` by the configuration of
     DeepSpeed that the key ``deepspeed`` names; ``otherwise``: the sharding of a job without DeepSpeed."""
     key = line["deepspeed"]
     own = [name for name in account.given if name.startswith(OF_DEEPSPEED)]
@@ -220,7 +220,7 @@ def _deepspeed(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _brought(account: Account, key: str, otherwise: str) -> dict[str, Said]:
-    """The fields ``sharding``, ``host`` and ``stage3`` by a configuration of DeepSpeed that the program
+    """The fields ``sharding``, ``host`` and ``zero_options`` by a configuration of DeepSpeed that the program
     brings along; ``key`` has the name of the configuration's file."""
     name = account.value(key)
     if not name:
@@ -235,12 +235,12 @@ def _brought(account: Account, key: str, otherwise: str) -> dict[str, Said]:
     return {
         "sharding": Said(f"zero{brought['stage']}", (key,)),
         "host": Said(brought.get("host", ""), (key,)),
-        "stage3": Said(options),
+        "zero_options": Said(options),
     }
 
 
 def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
-    """The fields ``sharding``, ``host`` and ``stage3`` of a step from DeepSpeed's configuration.
+    """The fields ``sharding``, ``host`` and ``zero_options`` of a step from DeepSpeed's configuration.
 
     Args:
         prefix: the prefix of DeepSpeed's keys in the program's table.
@@ -252,20 +252,18 @@ def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
         missing = "DeepSpeed's own data parallelism, without ZeRO" if stage == 0 else "a stage of ZeRO"
         account.refuse(missing, name)
         return {"sharding": Said("zero3", (name,))}
-    buckets = [f"{zero}{each}_bucket_size" for each in ("reduce", "allgather")]
-    size, overlap = account.value(buckets[0]), f"{zero}overlap_comm"
-    of_stage_3 = {name: f"{zero}{name}" for name in table_content("transformers")["stage3"]}
-    if stage < 3 and size != "auto":
-        gib = size * 2 * (2 if account.value(overlap) is True else 1) / 2**30
-        held = f"DeepSpeed's buckets of reduce_bucket_size, {gib:.2f} GiB more, are not held"
-        account.approximate(held, *buckets, overlap)
-    account.ignore("of another stage of ZeRO", *buckets, *of_stage_3.values())
+    shared = table_content("transformers")
+    by_stage = [{name: f"{zero}{name}" for name in shared[f"stage{each}"]} for each in (2, 3)]
+    of_stage, of_others = by_stage if stage < 3 else by_stage[::-1]
+    account.ignore("an all-gather has a whole flat tensor", f"{zero}allgather_bucket_size")
+    others = (key for name, key in of_others.items() if name not in of_stage)
+    account.ignore("of another stage of ZeRO", *others)
     host, places = _host(account, zero, beside, stage)
-    options = {name: Said(account.value(key), account.given_of(key)) for name, key in of_stage_3.items()}
+    options = {name: Said(account.value(key), account.given_of(key)) for name, key in of_stage.items()}
     return {
         "sharding": Said(f"zero{stage}", (name,)),
         "host": Said(host, places),
-        "stage3": Said(options if stage == 3 else {}, account.given_of(*of_stage_3.values())),
+        "zero_options": Said(options, account.given_of(*of_stage.values())),
     }
 
 

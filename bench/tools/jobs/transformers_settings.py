@@ -79,9 +79,9 @@ def _facts(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -
     unpacked = 4 if step.precision.value == "fp32" else 2
     facts: dict[str, Any] = {f"config.{name}": value for name, value in fields.items()}
     in_text = {**fields, **fields.get("text_config", {})}
-    of_stage_3 = _of_stage_3(step.stage3.value, in_text.get("hidden_size"))
-    facts |= {f"stage3.{name}": value for name, value in of_stage_3}
-    buffer = facts.get("stage3.reduce_bucket_size", 0)
+    options = _options_of_zero(step.zero_options.value, in_text.get("hidden_size"))
+    facts |= {f"zero_options.{name}": value for name, value in options}
+    buffer = facts.get("zero_options.reduce_bucket_size", 0)
     facts |= {
         "routed": experts,
         "experts_lacking": isinstance(ranks, int) and ranks > 1 and bool(fields) and not experts,
@@ -109,8 +109,8 @@ def _facts(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -
     return facts
 
 
-def _of_stage_3(options: Mapping[str, Said], hidden: int | None) -> Iterator[tuple[str, Any]]:
-    """Yields facts of the options of DeepSpeed's stage 3, with the numbers by which transformers replaces
+def _options_of_zero(options: Mapping[str, Said], hidden: int | None) -> Iterator[tuple[str, Any]]:
+    """Yields facts of the options of DeepSpeed's ZeRO, with the numbers by which transformers replaces
     "auto" for a model with that hidden size (None: it is not known)."""
     for name, said in options.items():
         value, note = said.value, ""

@@ -139,6 +139,8 @@ HELD: dict[str, Callable[[int], tuple[float, float]]] = {
     "zero1": lambda n: (2, (4 + 8 + 4) / n),
     "zero2": lambda n: (4 / n, 8 / n),
     "zero3": lambda n: (4 / n, 8 / n),
+    "deepspeed_zero1": lambda n: (2, (4 + 8) / n),
+    "deepspeed_zero2": lambda n: (2, (4 + 8) / n),
     "deepspeed_zero3": lambda n: (2 / n, (4 + 8) / n),
     "megatron": lambda n: (2, 4 + 8),
     "fsdp_flat": lambda n: (0, (4 + 8) / n),

@@ -64,6 +64,9 @@ FAULTS: list[tuple[type[Backend], str, dict[str, int], dict[str, Any], str]] = [
     (faults.FlatGradientOfTheStepBefore, "ulysses", TWO, ON_HOST, "gradient 1"),
     (faults.ShardsNotSentBack, "ulysses", TWO, ON_HOST, "weight 0"),
     (faults.WeightsNotSentBack, "ulysses", TWO, ON_HOST, "weight 0"),
+    (faults.BucketSummedTwice, "single", TWO, {}, "gradient 0"),
+    (faults.LateBucketSummedTwice, "lasp", TWO, {}, "gradient 0"),
+    (faults.BorderOneFurther, "single", TWO, {"use_multi_rank_bucket_allreduce": False}, "gradient 0"),
     (faults.MainWeightsNotSentBack, "ulysses", TWO, {**DISTRIBUTED, **ON_HOST}, "weight 0"),
 ]
 

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from spbench.impls.backends import fsdp_flat, megatron_options
 from spbench.impls.backends.ddp import DistributedDataParallel
+from spbench.impls.backends.deepspeed_zero2 import DeepSpeedZero1, DeepSpeedZero2
 from spbench.impls.backends.fsdp_flat import FlatFullySharded
 from spbench.impls.backends.fully_shard import FullySharded, KeptAfterForward
 from spbench.impls.backends.main_gradients import GatheredInForward, GradientBucket, MainGradients
@@ -230,3 +231,27 @@ NormWithoutExperts = planted(
 NormOfEveryCopy = planted(Megatron, _share=lambda self, honest, main: 1.0)
 NormOfOneRank = planted(Megatron, step=patching(megatron_options, all_reduce=_nothing))
 FlagIgnored = planted(MainGradients, _arrived=_added_again)
+
+
+# DeepSpeed's buckets
+
+
+def _twice(self: Any, honest: Callable[..., None], *message: Any) -> None:
+    honest(*message)
+    honest(*message)
+
+
+def _border_one_further(self: Any, honest: Callable[[], Optimizer]) -> Optimizer:
+    """The first rank owns one element more of the matrix that two ranks share, and one less of the vector."""
+    optimizer = honest()
+    for p, (group, cuts) in self.cuts_of.items():
+        if len(cuts) > 1:
+            (first, n), (second, m) = cuts
+            more = 1 if p.dim() > 1 else -1
+            self.cuts_of[p] = group, [(first, n + more), (second, m - more)]
+    return optimizer
+
+
+BucketSummedTwice = planted(DeepSpeedZero2, _sum=_twice)
+LateBucketSummedTwice = planted(DeepSpeedZero1, _sum=_twice)
+BorderOneFurther = planted(DeepSpeedZero2, prepare=_border_one_further)
