@@ -13,7 +13,7 @@ from spbench.bench.measure import rank_classes
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import Count
 from spbench.bench.yaml_files import StrictModel, finite
-from spbench.impls import FOLDED_AXES, MESH_AXES, check_axis_names, ranks_along, whole_mesh
+from spbench.impls import FOLDED_AXES, MESH_AXES, backend_defaults, check_axis_names, ranks_along, whole_mesh
 
 #: fields of a measurement that are one number
 QUANTITIES = (
@@ -114,8 +114,12 @@ class Selector(StrictModel):
 
 
 def has_fields(cell: Cell, wanted: Mapping[str, Any]) -> bool:
-    """Whether the fields of a cell have these values."""
-    return all(field_value(cell, field) == value for field, value in wanted.items())
+    """Whether the fields of a cell have these values; unset options have the defaults of the backend."""
+    unset = {f"training.{name}": value for name, value in backend_defaults(cell.training.backend).items()}
+    return all(
+        value in (own := field_value(cell, field), unset.get(field) if own is None else own)
+        for field, value in wanted.items()
+    )
 
 
 def is_one(cells: Sequence[Cell]) -> bool:
