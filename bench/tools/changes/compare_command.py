@@ -54,11 +54,7 @@ def measured_repository() -> Path:
 
 
 def run_in_turns(
-    versions: Mapping[str, CodeVersion],
-    scenario: str,
-    arguments: Sequence[str],
-    rounds: int,
-    output: Path,
+    versions: Mapping[str, CodeVersion], scenario: str, arguments: Sequence[str], rounds: int, output: Path
 ) -> dict[str, Path]:
     """Measure versions of a project in turns; the rows of each version go to its folder in ``output``. If all
     measured metrics are exact, only one round is run, because more rounds would give the same numbers.
