@@ -18,7 +18,7 @@ _REPR.maxstring = _REPR.maxother = 120
 #: the largest whole number of an option, beyond which sums of bytes would overflow; LARGEST_OF: less for
 #: layers, which loops go through, and more for gradient buckets, which no sum multiplies
 LARGEST = 2**24
-LARGEST_OF = {"layers": 2**12, "bucket_size": 2**31, "bucket_elements": 2**31}
+LARGEST_OF = {"layers": 2**12, "bucket_size": 2**31}
 #: numbers of elements by DeepSpeed's names, which users also set to 0, or to more than any model has
 _ELEMENTS = (
     *("reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters"),

@@ -1,7 +1,6 @@
 """The options of torch's fully_shard: each trains as one device does and sends what its closed form says.
 Their memory is compared with that of real ranks in tests/measure/engines/test_peaks.py.
 
-ZeRO-1 whose gradients are summed after backward, as DeepSpeed's: values, bytes, and what is held.
 ZeRO-1 whose ranks update whole parameters, as InternEvo's: values, who updates what, and what is sent. The
 flat gradient of fsdp_flat: what is left of the whole weights when backward has made it. PyTorch's first FSDP
 as one unit: streams, what is left alone, and what is held in which dtype.
@@ -25,7 +24,6 @@ from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import model_parameters, rank_classes
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.engines.setup import build_training
-from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.program import HOST_WORK
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -35,7 +33,7 @@ from spbench.impls.backends.flat import owners_of
 from spbench.impls.backends.fsdp_flat import FlatFullySharded
 from spbench.impls.backends.sharded_stages import padded_elements
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
-from spbench.impls.backends.zero1 import LateGradients, ShardedOptimizer, Take
+from spbench.impls.backends.zero1 import ShardedOptimizer
 from spbench.impls.layout import Unsupported
 from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.strategies.base import Strategy
@@ -146,64 +144,6 @@ def test_pieces_that_nobody_looks_at_are_not_cut(monkeypatch: pytest.MonkeyPatch
     with tracing.only_plain_traces():
         for rank, trace in zip((3, 23), ours, strict=True):
             assert differences(tracing.trace(wide, rank, events=True), trace) == []
-
-
-#: smaller than some gradients, and than most two of them
-SMALL = {"backend": "zero1", "gradients": "late", "bucket_elements": 3000}
-
-
-def late(strategy: str = "lasp", micro_batches: int = 1, **changed: Any) -> Cell:
-    training = {**SMALL, "micro_batches": micro_batches, **changed.pop("training", {})}
-    return one_device.cell("zero1", strategy, training=training, **changed)
-
-
-class NotSummed(ShardedOptimizer):
-    """A rank's part is that of its own gradient."""
-
-    def synchronize(self) -> None:
-        with mock.patch.object(zero1, "all_reduce", lambda x, group: x):
-            super().synchronize()
-
-
-class PartsTakenTooLate(ShardedOptimizer):
-    """The buffer has been filled again before a rank's part is taken out of it."""
-
-    def synchronize(self) -> None:
-        given: list[tuple[nn.Parameter, Tensor]] = []
-        real = LateGradients.finish
-
-        def finish(late: LateGradients, take: Take) -> None:
-            real(late, lambda p, gradient: given.append((p, gradient)))
-            for p, gradient in given:
-                take(p, gradient)
-
-        with mock.patch.object(LateGradients, "finish", finish):
-            super().synchronize()
-
-
-@pytest.mark.parametrize("fault", [NotSummed, PartsTakenTooLate])
-def test_planted_faults_are_seen(pool: RankPool, fault: type[ShardedOptimizer]) -> None:
-    """By a rank whose part is not all in the last buffer."""
-    asked = late(sizes={"dp": 2})
-    of_ranks = pool.run(asked.mesh_sizes, one_device.errors_of_rank, asked, fault)
-    assert max(e for errors in of_ranks for n, e in errors.items() if n.startswith("gradient 0")) > 1e-3
-
-
-def test_a_rank_holds_no_gradient_in_forward() -> None:
-    """Between steps float32 weights and moments of a shard, no buckets and no float32 gradient; after
-    backward half gradients, beside the buffer, which a large one makes the peak."""
-    asked = one_device.heavy("zero1", 8)
-    settings = asked.training.model_dump() | SMALL
-    elements, peaks = model_parameters(asked), {}
-    for n in (3000, 2 * elements):
-        training = settings | {"bucket_elements": n}
-        found = VirtualEngine().measure(Cell.model_validate(asked.model_dump() | {"training": training}))
-        assert found.peak_held["optimizer_state"] == pytest.approx((4 + 8) / 8 * elements, rel=0.02)
-        assert found.peak_held["gradients"] == 0
-        peaks[n] = found.peak_memory_bytes or 0
-    small, large = peaks.values()
-    assert large - small == pytest.approx(2 * 2 * elements, rel=0.02)
-    assert small < (one_device.heavy_run("zero1", 8).peak_memory_bytes or 0) - 2 * elements
 
 
 WHOLE = {"backend": "zero1", "shards": "whole"}
