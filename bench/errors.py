@@ -3,10 +3,7 @@
 import difflib
 import re
 import reprlib
-import shlex
 from collections.abc import Iterable, Sequence
-from importlib.metadata import requires
-from pathlib import Path
 
 from spbench.impls import raised
 
@@ -93,16 +90,6 @@ def refuse_unknown(what: str, name: str, known: Iterable[str]) -> None:
     """Raise a UserError, ``what`` with the name and a :func:`suggestion`, if a name is not a known one."""
     if name not in (names := [*known]):
         raise UserError(f"{what} {shown(name)}{suggestion(name, names)}")
-
-
-def installing(extra: str) -> str:
-    """The command that installs the packages of an extra: in a checkout with the versions of
-    constraints.txt; else by their names, because a wheel has no folder to install from."""
-    if (Path(__file__).resolve().parents[1] / "constraints.txt").is_file():
-        return f"pip install -c constraints.txt -e '.[{extra}]'"
-    marked = (requirement.partition(";") for requirement in requires("spbench") or [])
-    needed = (name.strip() for name, _, mark in marked if re.search(rf"extra == .{extra}.", mark))
-    return shlex.join(["pip", "install", *needed])
 
 
 #: the most characters of the list of names in a message

@@ -177,8 +177,7 @@ _CLAIM = re.compile(r"(\d+(?:\.\d+)?) ?(s|ms|%|TFLOP/s|tokens/s)(?:(?<=%) MFU)?"
 
 
 def claim(text: str) -> tuple[float, str]:
-    """(number, unit) of what is said of a step: its time, or what it does per second (all tokens, or FLOPs of
-    a GPU); ValueError if the text says nothing of the kind."""
+    """(number, unit) of a step's time, or of all tokens or a GPU's FLOPs per second; else ValueError."""
     if (match := _CLAIM.fullmatch(text.strip())) is None or not float(match[1]):
         raise ValueError(f"{shown(text)}: write it as 104.7 s, 38% MFU, 430 TFLOP/s or 25388 tokens/s")
     return float(match[1]), match[2]

@@ -226,8 +226,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
         group = each.place.members(*each.axes) if getattr(each.options, "fused_exchange", False) else []
         if of_node > 1 and len({rank // of_node for rank in group}) > 1:
             raise impls.Unsupported(
-                f"fused_exchange of {each.name} needs {len(group)} ranks in one node of {cell.cluster}, "
-                f"which has {of_node}",
+                f"fused_exchange of {each.name} needs {len(group)} ranks in one node, which has {of_node}",
                 "leave strategy_options.fused_exchange out, or give the axis fewer ranks",
             )
     strategy.check(

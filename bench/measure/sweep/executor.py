@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError, installing
+from spbench.bench.errors import UserError
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.run_cell import Run
@@ -183,7 +183,7 @@ def _connected(address: str) -> Client:
     except ImportError as error:
         raise UserError(
             f"dask://{address} needs the package dask[distributed], which is not here ({error}); "
-            f"install it by: {installing('cluster')}"
+            "install it by: pip install 'dask[distributed]'"
         ) from error
     try:
         return Client(address, timeout=CONNECT_LIMIT_S, set_as_default=False)

@@ -31,10 +31,7 @@ _COSTS = 3
 
 
 def report(
-    answers: Sequence[Advice],
-    figure: Path | None = None,
-    output: Path | None = None,
-    program: str = "",
+    answers: Sequence[Advice], figure: Path | None = None, output: Path | None = None, program: str = ""
 ) -> Output:
     """The output of all answers, for people and for programs.
 

@@ -28,7 +28,6 @@ from types import ModuleType
 from typing import Literal, Self
 
 from spbench import impls
-from spbench.bench.errors import installing
 from spbench.bench.files import CACHE_FOLDER, cache_folder
 from spbench.bench.measure import environment_of_child, memory_bytes, usable_cores
 from spbench.bench.units import GIB, MIB
@@ -187,7 +186,7 @@ def packages() -> Iterator[Observation]:
         absent = [name for name, version in installed.items() if version is None]
         there = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
         subject = f"packages of the extra {extra}" if extra else "packages"
-        remedy = installing(extra) if extra else "pip install spbench"
+        remedy = f"pip install -c constraints.txt -e '.[{extra}]'" if extra else "pip install spbench"
         if absent:
             there = f"not installed: {', '.join(absent)}{there and f'; installed: {there}'}"
         yield Observation.judged(subject, not absent, there, remedy, "missing", not extra)

@@ -8,7 +8,7 @@ import click
 
 from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.errors import UserError, installing
+from spbench.bench.errors import UserError
 
 #: the modules that the extra `report` installs
 NEEDED = ("itables", "markdown_it")
@@ -30,7 +30,7 @@ def command(output: Path, results: Path | None, history: Path | None) -> Output:
     exists, and the results that are committed with the code.
     """
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise UserError(f"spbench report needs {missing[0]}: {installing('report')}")
+        raise UserError(f"spbench report needs {missing[0]}: pip install itables markdown-it-py")
     from spbench.bench.tools.report.build import build, check_place
     from spbench.bench.tools.report.gathered import default_results, gather
 

@@ -88,10 +88,7 @@ def _drawn(cluster: measure.Cluster, figure: Path) -> list[Path]:
 
 
 #: for each kind that is files: the package with the files, and the key of a file whose text describes it
-_OF_FILES = {
-    "scenarios": ("spbench.scenarios", "title"),
-    "clusters": ("spbench.scenarios.clusters", "about"),
-}
+_OF_FILES = {"scenarios": ("spbench.scenarios", "title"), "clusters": ("spbench.scenarios.clusters", "about")}
 _OF_FUNCTIONS: dict[str, FunctionModules] = {
     "forms": FORMS,
     "exports": EXPORTS,

@@ -20,7 +20,7 @@ import anyio
 import click
 
 from spbench.bench.command_line.cli import COMMANDS, main
-from spbench.bench.errors import UserError, installing, shown, suggestion
+from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure import when_parent_is_gone
 from spbench.impls import ONLY_DATA, installed_version
 
@@ -195,7 +195,7 @@ def server() -> Any:
         import mcp_types as types
         from mcp.server import Server
     except ImportError as error:
-        raise UserError(f"spbench mcp needs the SDK: {installing('mcp')}") from error
+        raise UserError("spbench mcp needs the SDK: pip install mcp") from error
     calls = Calls()
 
     async def on_list(ctx: Any, params: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from spbench.bench import errors
 from spbench.bench.tools.doctor import device_checks as ranks
 from spbench.bench.tools.doctor import diagnosis as installation
 from spbench.bench.tools.doctor.diagnosis import Check, Observation, diagnose
@@ -122,15 +121,6 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         False,
         "pip install -c constraints.txt -e '.[peers]'",
     )
-
-
-def test_an_extra_of_a_wheel_is_installed_by_its_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(errors, "requires", lambda _: ["a>1", 'b>=2; extra == "report"', 'c; extra == "mcp"'])
-    assert errors.installing("report") == "pip install -c constraints.txt -e '.[report]'"
-    monkeypatch.setattr(errors, "__file__", str(tmp_path / "spbench/bench/errors.py"))
-    assert errors.installing("report") == "pip install 'b>=2'"
 
 
 def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
