@@ -79,7 +79,7 @@ def test_rows_of_a_table_are_commands(page: Path) -> None:
     assert [(block.line, block.when) for block in blocks(page)] == [(4, "slow"), (6, "slow")]
 
 
-@pytest.mark.parametrize("shown", ["`zero9`", "`zero2` and `zero1`"], ids=["wrong", "in another order"])
+@pytest.mark.parametrize("shown", ["`zero9`", "`unwrapped` and `fsdp1`"], ids=["wrong", "in another order"])
 def test_a_row_that_shows_another_output_fails(page: Path, shown: str) -> None:
     with pytest.raises(AssertionError, match="Expected:"):
         follow(page, table(f"| all | `backends` | {shown} |"))

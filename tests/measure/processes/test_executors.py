@@ -209,7 +209,7 @@ def test_a_scheduler_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(UserError, match=r"needs the package dask\[distributed\].*pip install.*\[cluster"):
+    with pytest.raises(UserError, match=r"dask\[distributed\].*pip install 'dask\[distributed\]'"):
         Executor("dask://127.0.0.1:1")
 
 
