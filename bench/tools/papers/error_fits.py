@@ -72,7 +72,8 @@ def fit(observations: DataFrame) -> ErrorModel:
     classes = {ANY: observations, **dict(groups(observations, "rates"))}
     by_rates = {name: _by_bound(some) for name, some in classes.items() if name != ANY}
     widen(by_rates)
-    pairs = {name: _pairs(some) for name, some in classes.items()}
+    every = _pairs(observations)
+    pairs = {name: every if name == ANY else every[every["rates"] == name] for name in classes}
     ties = {name: some["simulated"] - some["measured"] for name, some in pairs.items()}
     return ErrorModel(
         intervals={ANY: {ANY: _by_bound(observations)[ANY]}, **by_rates},
@@ -124,14 +125,14 @@ def _of_strategies(observations: DataFrame) -> Series[float]:
 
 def _pairs(observations: DataFrame) -> DataFrame:
     """Each two rows that are alike, by source: logarithms of the ratio of their times, ``simulated`` and
-    ``measured``."""
-    alike = observations[observations["alike"] != ""]
-    alike = alike.assign(at=range(len(alike)))
+    ``measured``, and the ``rates`` that both have, or ""."""
+    alike = observations[observations["alike"] != ""].assign(at=lambda of: range(len(of)))
     both = alike.merge(alike, on=["source", "alike"], suffixes=("", "_of_other"))
     both = both[both["at"] < both["at_of_other"]].set_index("source")
     simulated = both["log_time"] - both["log_time_of_other"]
     errors = both["log_error"] - both["log_error_of_other"]
-    return DataFrame({"simulated": simulated, "measured": simulated - errors})
+    rates = both["rates"].where(both["rates"] == both["rates_of_other"], "")
+    return DataFrame({"simulated": simulated, "measured": simulated - errors, "rates": rates})
 
 
 def _by_distance(pairs: DataFrame) -> list[Pairs]:
@@ -198,22 +199,23 @@ def half_width(own: Series[float], others: Series[float] | None = None) -> float
     Args:
         others: further errors, all of which together have the weight of :data:`PRIOR_SOURCES`.
     """
-    errors, weights = own.abs(), _weights(own)
+    errors, weights = abs(own.to_numpy()), _weights(own)
     if others is not None and len(others):
         further = _weights(others)
-        errors = concat([errors, others.abs()])
-        weights = concat([weights, further * (PRIOR_SOURCES / further.sum())])
-    if errors.empty:
+        errors = np.concatenate([errors, abs(others.to_numpy())])
+        weights = np.concatenate([weights, further * (PRIOR_SOURCES / further.sum())])
+    if not len(errors):
         return 0.0
-    order = np.argsort(errors.to_numpy(), kind="stable")
+    order = np.argsort(errors, kind="stable")
     level = LEVEL * weights.sum() * (1 - 1e-12)
-    return float(errors.iloc[order[np.searchsorted(weights.to_numpy()[order].cumsum(), level)]])
+    return float(errors[order[np.searchsorted(weights[order].cumsum(), level)]])
 
 
-def _weights(errors: Series[float]) -> Series[float]:
+def _weights(errors: Series[float]) -> np.ndarray:
     """The weight of each error: the n rows of a source together weigh n / (n + 1), as is right if errors
     differ as much within sources as between sources."""
-    return 1 / (errors.groupby(level=0).transform("size") + 1)
+    _, source, rows = np.unique(errors.index, return_inverse=True, return_counts=True)
+    return 1 / (rows[source] + 1)
 
 
 def coverage(observations: DataFrame, what: LeftOut = "source") -> DataFrame:
