@@ -40,7 +40,7 @@ GROUPED_FILE = "grouped_errors.csv"
 #: roles of numbers to which nothing was fitted
 COUNTED = ("predicted", "inferred")
 #: in words, the evidence of the rates of each class
-RESTS_ON = TABLES.forms["evidence"] | dict.fromkeys(STOOD_IN, "rates as above, of another program")
+RESTS_ON = TABLES.forms["evidence"] | dict.fromkeys(STOOD_IN, "a class above; the measured program differs")
 #: kinds of groups that cross-validation leaves out of the intervals, one group at a time, with their names
 LEFT_OUT: Mapping[LeftOut, str] = TABLES.forms["left out in turn"]
 #: groups of this many times or more are named if a smaller share than this lies within the intervals
@@ -237,7 +237,7 @@ def left_out_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
                 "groups": covered["left_out"].nunique(),
                 "times": int(rows),
                 "within the 80% interval of the rest": percent(within / rows) if rows else "",
-                f"of {GROUP} times or more, fewer than {TOO_FEW:.0%} within": "; ".join(named) or "none",
+                f"groups of {GROUP} or more times, under {TOO_FEW:.0%} within": "; ".join(named) or "none",
             }
         )
     return lines

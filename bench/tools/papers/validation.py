@@ -174,7 +174,7 @@ def ladder_lines(records: DataFrame) -> list[Line]:
         lines.append(
             {
                 "on": machine.replace("gpus ", ""),
-                "switches": rung,
+                "options": rung,
                 "longest, published": _length(record.published),
                 "ours": _length(record.reproduced),
                 "step": "; ".join(f"{', '.join(steps)} over {base}" for base, steps in paid),

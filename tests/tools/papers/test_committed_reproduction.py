@@ -105,7 +105,7 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     times = past_errors.counted_times(filter(Path.exists, files))
     factors = np.exp(past_errors.log_errors(times))
     half, twice = np.median(abs(factors - 1)), (abs(np.log2(factors)) >= 1).sum()
-    said = f"Half of {len(factors):,} published steps are predicted within {half:.1%}. For {twice} of these"
+    said = f"Half of {len(factors):,} published step times are within {half:.1%} of ours. For {twice} of"
     lines = past_errors.class_lines(times)
     for part in (said, markdown(lines)):
         assert part in document.TRUST_PAGE.read_text()
