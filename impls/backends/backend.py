@@ -7,7 +7,7 @@ axis, up to four for strategies around each other.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -19,7 +19,7 @@ from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.composition import Composition, by_partial_axes
+from spbench.impls.composition import Composition, by_partial_axes, summed_axes, trained_parameters
 from spbench.impls.folding import FOLDED_AXES, folds
 from spbench.impls.kernels.packed_weights import scales_in
 from spbench.impls.layout import Unsupported, is_expert
@@ -297,6 +297,18 @@ class Backend(ABC):
     @classmethod
     def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
         """The number of elements that the rank at each place updates, if each rank updates whole weights."""
+        module, elements = step.build(), [0] * len(places)
+        for axes, parameters in by_partial_axes(trained_parameters(module), step.strategy).items():
+            summed = summed_axes(axes)
+            by_rank = cls.whole_weights(module, parameters, places[0].size(*summed))
+            elements = [n + by_rank[place.rank(*summed)] for n, place in zip(elements, places, strict=True)]
+        return elements
+
+    @classmethod
+    def whole_weights(
+        cls, module: nn.Module, parameters: list[nn.Parameter], ranks: int
+    ) -> Mapping[int, int]:
+        """The number of elements of which each rank has whole weights, if ``ranks`` share out parameters."""
         raise NotImplementedError
 
     @classmethod

@@ -1,7 +1,7 @@
 """What the stages of DeepSpeed's ZeRO share: streams, and the update of float32 partitions."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,8 +50,8 @@ class DeepSpeedStage(Backend):
 
     def on(self, number: int, like: Tensor) -> AbstractContextManager[None]:
         """A context on a stream for messages, on the device of ``like``."""
-        stream = self.streams[number]
-        return nullcontext() if stream is None else _issuing(stream, like)
+        stream, module = self.streams[number], torch.get_device_module(like.device)
+        return nullcontext() if stream is None else module.stream(stream)
 
     def behind_compute(self, number: int, like: Tensor) -> None:
         """Let a stream for messages wait for what the computing stream has so far."""
@@ -75,9 +75,3 @@ class DeepSpeedStage(Backend):
             for _, master, shard in at_once:
                 master.grad = None
                 shard.copy_(master)
-
-
-@contextmanager
-def _issuing(stream: Any, like: Tensor) -> Iterator[None]:
-    with torch.get_device_module(like.device).stream(stream):
-        yield

@@ -15,11 +15,12 @@ DeepSpeed divides a gradient by the number of ranks; a loss of this suite is div
 divides by 1.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -84,14 +85,13 @@ class DeepSpeedZero2(DeepSpeedStage):
         #: this rank's parts of the weights
         self.parts: dict[nn.Parameter, HeldPart] = {}
         for group, parameters in self.summed():
-            for part in _groups(parameters):
-                # the model's own weights, such as its head, come last
-                part.sort(key=lambda p: "." not in self.names[p])
+            for part in _flat_tensors(self.module, parameters):
                 by_name = {self.names[p]: p for p in part}
                 unit = FlatShard(by_name, group, self.precision, align=ALIGNMENT)
                 flat = unit.flattened(part)
-                for p, cuts, view in zip(part, _cuts(unit), unit.views(flat).values(), strict=True):
-                    self.cuts_of[p], p.data = (group, cuts), view
+                cuts = _cuts(unit.sizes, unit.lengths[0])
+                for p, owners, view in zip(part, cuts, unit.views(flat).values(), strict=True):
+                    self.cuts_of[p], p.data = (group, owners), view
                     p.register_post_accumulate_grad_hook(weakly(self._accumulated))
                 self.parts |= {by_name[name]: held for name, held in unit.parts(unit.weights).items()}
                 self.units.append((unit, flat, part))
@@ -302,16 +302,30 @@ class DeepSpeedZero2(DeepSpeedStage):
         return {self.names[p]: part for p, part in self.parts.items()}
 
     @classmethod
+    def shares_whole_weights(cls, options: Any) -> bool:
+        return True  # a rank keeps whole gradients of the weights of which it updates a part
+
+    @classmethod
+    def whole_weights(cls, module: nn.Module, parameters: list[nn.Parameter], ranks: int) -> Counter[int]:
+        by_rank = Counter[int]()
+        for sizes in ([p.numel() for p in part] for part in _flat_tensors(module, parameters)):
+            cuts = _cuts(sizes, padded(sum(sizes), ALIGNMENT * ranks) // ranks)
+            for size, owners in zip(sizes, cuts, strict=True):
+                by_rank.update({owner: size for owner, _ in owners})
+        return by_rank
+
+    @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         options, width = step.options, step.element_bytes
         assert isinstance(options, DeepSpeedZero2Options)
         wide = max(4, width) if options.reduce_dtype == "fp32" else width
-        sets = by_partial_axes(trained_parameters(step.build()), step.strategy)
+        module = step.build()
+        sets = by_partial_axes(trained_parameters(module), step.strategy)
         phase = "backward" if cls.partitioned or options.overlap_comm else "gradient_sync"
         kind, count = "reduce" if options.to_owners else "all_reduce", step.micro_batches
         for each in step.summed:
             group = each.group_axes
-            units = [sum(p.numel() for p in part) for part in _groups(sets[each.axes])]
+            units = [sum(p.numel() for p in part) for part in _flat_tensors(module, sets[each.axes])]
             yield Traffic(phase, "gradients", kind, count if cls.partitioned else 1, sum(units) * wide, group)
             yield Traffic("optimizer", "norms", "all_reduce", len(units), 4, group)
             whole = sum(padded(n, ALIGNMENT * each.size) for n in units) * width
@@ -330,16 +344,19 @@ class DeepSpeedZero1(DeepSpeedZero2):
     partitioned = False
 
 
-def _groups(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Matrices and vectors, as far as there are some."""
+def _flat_tensors(module: nn.Module, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The weights of each flat tensor: matrices and vectors, as far as there are some, each with the module's
+    own weights, such as a head, at its end."""
+    own = {*module.parameters(recurse=False)}
     parts = [[p for p in parameters if (p.dim() > 1) == matrices] for matrices in (True, False)]
-    return [part for part in parts if part]
+    return [sorted(part, key=own.__contains__) for part in parts if part]
 
 
-def _cuts(unit: FlatShard) -> Iterator[list[tuple[int, int]]]:
-    """For each weight of a unit: (the rank that owns a part, its elements)."""
-    each, first = unit.lengths[0], 0
-    for size in unit.sizes:
+def _cuts(sizes: Sequence[int], each: int) -> Iterator[list[tuple[int, int]]]:
+    """For each weight of a flat tensor whose partitions have ``each`` elements: (the rank that owns a part,
+    the part's elements)."""
+    first = 0
+    for size in sizes:
         edges = [first, *range((first // each + 1) * each, first + size, each), first + size]
         yield [(start // each, end - start) for start, end in pairwise(edges)]
         first += size

@@ -38,6 +38,14 @@ def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
+def whole_lengths(sizes: Sequence[int], ranks: int) -> Counter[int]:
+    """The elements of each rank's parameters, if ranks update whole parameters (:func:`owners_of`)."""
+    lengths = Counter[int]()
+    for owner, size in zip(owners_of(sizes, ranks), sizes, strict=True):
+        lengths[owner] += size
+    return lengths
+
+
 class FlatShard:
     """A rank's shard of some parameters, flat and in the optimizer's precision.
 
@@ -63,7 +71,8 @@ class FlatShard:
         self.group = group
         self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
         if whole:
-            owners = owners_of([p.numel() for p in parameters.values()], self.size)
+            sizes = [p.numel() for p in parameters.values()]
+            owners, lengths = owners_of(sizes, self.size), whole_lengths(sizes, self.size)
             by_owner = sorted(zip(owners, parameters.items(), strict=True), key=lambda each: each[0])
             parameters = dict(named for _, named in by_owner)
         self.names, tensors = list(parameters), list(parameters.values())
@@ -73,10 +82,7 @@ class FlatShard:
         #: elements of each rank's shard
         self.lengths = [len(flat) // self.size] * self.size
         if whole:
-            held_by = Counter[int]()
-            for owner, size in zip(sorted(owners), self.sizes, strict=True):
-                held_by[owner] += size
-            self.lengths = [held_by[rank] for rank in range(self.size)]
+            self.lengths = [lengths[rank] for rank in range(self.size)]
         self.start = sum(self.lengths[: self.rank])
         held = torch.float32 if precision.master else precision.parameters
         self.weights = self.shards(flat)[self.rank].to(held, copy=True)

@@ -9,18 +9,19 @@ With ``optimizer: host``, as in DeepSpeed's offload_optimizer of ZeRO-1, the dev
 gradient's part is copied to the host in float32, and the shard comes back into the flat tensor.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from spbench.impls.backends.buckets import BucketedGradients, in_buckets
 from spbench.impls.backends.ddp import DistributedDataParallel
-from spbench.impls.backends.flat import FlatShard, covered, owners_of, padded
+from spbench.impls.backends.flat import FlatShard, covered, owners_of, padded, whole_lengths
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer
 from spbench.impls.backends.optimizer_options import DEEPSPEED_STAGE_1, OptimizerOptions
@@ -28,7 +29,6 @@ from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.collectives import all_gather_flat, all_gather_in_place
 from spbench.impls.composition import by_partial_axes, summed_axes, trained_parameters
 from spbench.impls.kernels.host_copies import to_host_
-from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
@@ -88,18 +88,25 @@ class ShardedOptimizer(DistributedDataParallel):
         return self.make_optimizer(shards, masters=False, shard_groups=[unit.group for unit in self.units])
 
     def step(self) -> None:
-        if isinstance(self.optimizer, HostOptimizer):
-            self._step_on_host(self.optimizer)
-            return
-        for unit in self.units:
-            assert unit.gradient is not None
-            for name, part in unit.parts(unit.gradient).items():
+        host = self.optimizer if isinstance(self.optimizer, HostOptimizer) else None
+        for number, unit in enumerate(self.units):
+            shard = unit.gradient if host is None else host.gradient(number)
+            assert shard is not None
+            for name, part in unit.parts(shard).items():
                 gradient = self.parameters[name].grad
                 assert gradient is not None
-                part.values.copy_(part.of(gradient))
-            unit.weights.grad = unit.gradient.to(unit.weights.dtype)
+                if host is None:
+                    part.values.copy_(part.of(gradient))
+                else:
+                    to_host_(part.values, part.of(gradient).to(part.values.dtype))
+            if host is None:
+                unit.weights.grad = shard.to(unit.weights.dtype)
         super().step()
         for unit, flat in zip(self.units, self.flats, strict=True):
+            if host is not None:  # which has updated the shard within the flat tensor
+                if unit.group is not None:
+                    all_gather_in_place(flat, unit.group, begin=False)
+                continue
             weights = unit.weights.to(self.precision.parameters)
             if unit.group is None:
                 flat.copy_(weights)
@@ -116,17 +123,6 @@ class ShardedOptimizer(DistributedDataParallel):
         for rank, shard in enumerate(shards):
             if shard.numel():
                 dist.broadcast(shard, group=unit.group, group_src=rank)
-
-    def _step_on_host(self, optimizer: HostOptimizer) -> None:
-        for number, unit in enumerate(self.units):
-            for name, part in unit.parts(optimizer.gradient(number)).items():
-                gradient = self.parameters[name].grad
-                assert gradient is not None
-                to_host_(part.values, part.of(gradient).to(part.values.dtype))
-        optimizer.step()
-        for unit, flat in zip(self.units, self.flats, strict=True):
-            if unit.group is not None:
-                all_gather_in_place(flat, unit.group, begin=False)
 
     def held(self) -> dict[str, list[Tensor]]:
         shards = [x for unit in self.units for x in (unit.weights, unit.gradient) if x is not None]
@@ -155,27 +151,18 @@ class ShardedOptimizer(DistributedDataParallel):
         return bool(options.shards == "whole")
 
     @classmethod
-    def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
-        elements = [0] * len(places)
-        for axes, parameters in by_partial_axes(trained_parameters(step.build()), step.strategy).items():
-            summed, sizes = summed_axes(axes), [p.numel() for p in parameters]
-            owners = owners_of(sizes, places[0].size(*summed))
-            for number, place in enumerate(places):
-                own = place.rank(*summed)
-                elements[number] += sum(n for n, owner in zip(sizes, owners, strict=True) if owner == own)
-        return elements
+    def whole_weights(cls, module: nn.Module, parameters: list[nn.Parameter], ranks: int) -> Counter[int]:
+        return whole_lengths([p.numel() for p in parameters], ranks)
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
         assert isinstance(step.options, ShardedOptimizerOptions)
         for summed in step.summed:
             payload = summed.elements * step.element_bytes
-            whole = padded(summed.elements, summed.size) * step.element_bytes
             yield Traffic("backward", "gradients, all buckets", "all_reduce", 1, payload, summed.group_axes)
-            if step.options.shards == "whole":
-                whole = summed.elements * step.element_bytes
-                yield Traffic("optimizer", "updated weights", "broadcast", 1, whole, summed.group_axes)
-            else:
-                yield Traffic("optimizer", "updated weights", "all_gather", 1, whole, summed.group_axes)
+            kind, whole = "broadcast", payload
+            if step.options.shards == "even":
+                kind, whole = "all_gather", padded(summed.elements, summed.size) * step.element_bytes
+            yield Traffic("optimizer", "updated weights", kind, 1, whole, summed.group_axes)
             if step.precision.loss_scale:
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)

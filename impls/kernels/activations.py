@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import keeping_inputs, operator
 
 
 @operator("spbench::silu_times", fake=lambda gate, up: torch.empty_like(gate))
@@ -47,33 +47,25 @@ def _silu_times_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
     return _silu_gradients(gradient, gate, up)
 
 
-class _SiLUTimes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _silu_times(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return _silu_times_backward(gradient, *ctx.saved_tensors)
+_SILU_TIMES = keeping_inputs(_silu_times, _silu_times_backward)
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up [..., F] of gate and up [..., F]; keeps gate and up, as torch.compile's fusion does."""
-    return _SiLUTimes.apply(gate, up)
+    return _SILU_TIMES(gate, up)
 
 
-class _SwiGLUInPlace(_SiLUTimes):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        _silu_times_backward_(gradient, gate, up)
-        return gate, up
+def _in_place(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    _silu_times_backward_(gradient, gate, up)
+    return gate, up
+
+
+_SWIGLU_IN_PLACE = keeping_inputs(_silu_times, _in_place)
 
 
 def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up [..., F] of gate and up [..., F], which nothing else may read after forward."""
-    return _SwiGLUInPlace.apply(gate, up)
+    return _SWIGLU_IN_PLACE(gate, up)
 
 
 @operator("spbench::squared_relu", fake=lambda x: torch.empty_like(x))
@@ -86,20 +78,12 @@ def _squared_relu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     return torch.relu(x).mul_(2).mul_(gradient)
 
 
-class _SquaredReLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return _squared_relu(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _squared_relu_backward(gradient, *ctx.saved_tensors)
+_SQUARED_RELU = keeping_inputs(_squared_relu, _squared_relu_backward)
 
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 of x [...]."""
-    return _SquaredReLU.apply(x)
+    return _SQUARED_RELU(x)
 
 
 @operator("spbench::bias_gelu", fake=lambda x, bias: torch.empty_like(x))
@@ -113,16 +97,12 @@ def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     return torch.ops.aten.gelu_backward.grad_input(gradient, d_x, approximate="tanh", grad_input=d_x)
 
 
-class _BiasGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, bias)
-        return _bias_gelu(x, bias)
+def _bias_gelu_gradients(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    d_x = _bias_gelu_backward(gradient, x, bias)
+    return d_x, d_x.flatten(0, -2).sum(0)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        d_x = _bias_gelu_backward(gradient, *ctx.saved_tensors)
-        return d_x, d_x.flatten(0, -2).sum(0)
+
+_BIAS_GELU = keeping_inputs(_bias_gelu, _bias_gelu_gradients)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, fused: bool) -> Tensor:
@@ -130,7 +110,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, fused: bool) -> Tensor:
 
     The fused operator keeps x; unfused, x + bias is kept, and for a moment exists together with x.
     """
-    return _BiasGelu.apply(x, bias) if fused else F.gelu(x + bias, approximate="tanh")
+    return _BIAS_GELU(x, bias) if fused else F.gelu(x + bias, approximate="tanh")
 
 
 def _gate_and_up(y: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -149,22 +129,17 @@ def _swiglu_backward(gradient: Tensor, y: Tensor, bias: Tensor | None) -> Tensor
     return torch.stack(_silu_gradients(gradient, gate, up), -2).contiguous()
 
 
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(y, bias)
-        return _swiglu(y, bias)
+def _swiglu_gradients(gradient: Tensor, y: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    d_y = _swiglu_backward(gradient, y, bias)
+    return d_y, None if bias is None else d_y.flatten(0, -3).sum(0)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-        y, bias = ctx.saved_tensors
-        d_y = _swiglu_backward(gradient, y, bias)
-        return d_y, None if bias is None else d_y.flatten(0, -3).sum(0)
+
+_SWIGLU = keeping_inputs(_swiglu, _swiglu_gradients)
 
 
 def swiglu(y: Tensor, bias: Tensor | None = None) -> Tensor:
     """silu(gate) * up [..., F], where y [..., 2, F] plus the bias [2, F] holds gate and up."""
-    return _SwiGLU.apply(y, bias)
+    return _SWIGLU(y, bias)
 
 
 #: constants of gpt-oss's SwiGLU: the largest input, and the factor of sigmoid's input

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import keeping_inputs, operator
 
 
 @dataclass(frozen=True)
@@ -87,15 +86,7 @@ def _gate_backward(d_g: Tensor, x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tu
     )
 
 
-class _FeatureGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        return _gate(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, d_g: Tensor) -> tuple[Tensor, ...]:
-        return _gate_backward(d_g.contiguous(), *ctx.saved_tensors)
+_FEATURE_GATE = keeping_inputs(_gate, lambda d_g, *inputs: _gate_backward(d_g.contiguous(), *inputs))
 
 
 def feature_gate(x: Tensor, a_log: Tensor, dt_bias: Tensor, way: str = "fused") -> Tensor:
@@ -113,4 +104,4 @@ def feature_gate(x: Tensor, a_log: Tensor, dt_bias: Tensor, way: str = "fused") 
     Returns:
         g [B, L, Z, D] in the states' dtype.
     """
-    return (plain_feature_gate if way == "plain" else _FeatureGate.apply)(x, a_log, dt_bias)
+    return (plain_feature_gate if way == "plain" else _FEATURE_GATE)(x, a_log, dt_bias)

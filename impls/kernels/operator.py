@@ -78,3 +78,20 @@ def operator(
         return made
 
     return make
+
+
+def keeping_inputs(run: Callable[..., torch.Tensor], gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """The function ``run`` of tensors or None for autograd, which keeps only the inputs for backward.
+    ``gradients`` takes the gradient of the result and the inputs, and returns the gradients of the inputs."""
+
+    class KeepsInputs(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor | None) -> torch.Tensor:
+            ctx.save_for_backward(*inputs)
+            return run(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return gradients(gradient, *ctx.saved_tensors)
+
+    return KeepsInputs.apply
