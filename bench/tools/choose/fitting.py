@@ -121,8 +121,7 @@ def fitting(
         verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in examined if outcome.measurement]
         others = [(cell, outcome.reason) for cell, outcome in examined if not outcome.measurement]
         if not verdicts:
-            cell, reason = others[0]
-            raise UserError(f"{cell.key}: {reason}")
+            raise UserError("{.key}: {}".format(*others[0]))
         answer = Fitting(about, verdicts, others)
         fullest, proofs, sizes, plan = answer.fullest, None, None, None
         if suggest or longest or budget_bytes is not None or not fullest.fits:

@@ -18,6 +18,7 @@ import numpy as np
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.choose.anatomy import ANATOMY, anatomy, fullest
 from spbench.bench.tools.choose.asking import COST, Asking, Task
@@ -63,15 +64,17 @@ def looks(
         ended: takes, each time a look ends, how many looks have ended, and how many there are.
 
     Raises:
-        RuntimeError: a look failed, took too long or contradicts the closed forms.
+        UserError: a strategy or backend is not verified, or contradicts its closed form.
+        RuntimeError: a look failed or took too long.
     """
     tasks = {cell.key: Task(cell, partial(look, depth=depth)) for cell in cells}
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, tuple[Cell, Outcome]] = {}
     for task, outcome in asking([*tasks.values()]):
-        outcomes[task.cell.key] = outcome
+        outcomes[task.cell.key] = task.cell, outcome
         ended(len(outcomes), len(tasks))
-    for key, (cell, _) in tasks.items():
-        outcome = outcomes[key]
+    for cell, outcome in map(outcomes.__getitem__, tasks):
+        if outcome.status == "mismatch":
+            raise UserError(f"{cell.key}: {outcome.reason}; --without leaves a strategy or backend out")
         if outcome.status not in ("ok", "oom", "unsupported"):
             raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
         yield cell, outcome
@@ -96,8 +99,7 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     layers, leading = min(cell.training.stage_layers or [measure.stage_layers(cell)[0]]), _leading(cell)
     # with hardly more layers than both depths together, one trace of all takes no longer and is exact
     if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
-        by_depth, more = [_traced(cell, None)], 0.0
-        (by_count,) = by_depth
+        by_depth, more = [by_count := _traced(cell, None)], 0.0
         most = by_count[max(by_count)]
         # a look at few layers compares allocated bytes with the card, without an allocator
         measurement = _memory([most], more, cell) if depth == "few_layers" else most.memory_measurement()

@@ -154,8 +154,7 @@ class LookedAt:
         self._beside |= {cell.key: known[cell.key] for cell in cells if cell.key in known}
         new = [cell for cell in cells if cell.key not in self._beside]
         for cell, outcome in looks(self.asking, new, "all_layers", self.behind.ended):
-            refused = outcome.status == "unsupported"
-            self._beside[cell.key] = None if refused else Seen(cell, outcome.measurement)
+            self._beside[cell.key] = Seen(cell, outcome.measurement) if outcome.measurement else None
         return [self._beside[cell.key] for cell in cells]
 
     def prices(self, layout: Seen) -> list[Price]:

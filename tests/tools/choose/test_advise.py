@@ -37,23 +37,19 @@ def test_the_best_layouts_and_why(advise: Run) -> None:
     (answer,) = json.loads(out)
     layouts = answer["layouts"]
     assert [each["rank"] for each in layouts] == list(range(1, len(layouts) + 1))
-    assert {each["backend"] for each in layouts} == {"zero3"}
-    assert {each["strategy"] for each in layouts} == {"tensor_parallel"}
+    assert {(each["backend"], each["strategy"]) for each in layouts} == {("zero3", "tensor_parallel")}
     assert answer["nearest"] is None
     for each in layouts:
         assert each["step_time_low_s"] < each["step_time_s"] < each["step_time_high_s"]
-        assert each["peak_memory_bytes"] > 0
-        assert each["spare_bytes"] > 0
+        assert min(each["peak_memory_bytes"], each["spare_bytes"]) > 0
         assert 0 <= each["exposed_communication"] <= 1
     cells = Narrowing().declared(load_scenario("best.yaml"))
     assert [cell.key for cell in cells] == [each["cell"] for each in layouts]
     code, out, _ = advise(MODEL, *FEW, "--seq-len", "256", "--why", "tp=2")
     assert code == 0
     assert out.startswith(f"The best layouts: {MODEL}, 2 GPUs of dgx-a100, 2 sequences of 256\n")
-    assert "Layouts with tp2" in out
-    assert "| floors " in out
-    assert " layouts looked at in " in out
-    assert answer["why"] in out
+    for text in ("Layouts with tp2", "| floors ", " layouts looked at in ", answer["why"]):
+        assert text in out
 
 
 @pytest.mark.slow
@@ -141,13 +137,17 @@ def test_a_stopped_search_goes_on(advise: Run, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_plugin_is_advised_as_ours_are(advise: Run, tmp_path: Path) -> None:
-    for name in ("gathered_attention", "one_layer_lm"):
-        (tmp_path / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text())
-    words = (*ON, "--batch", "2", "--seq-len", "128", "--only", "gathered_attention,tensor_parallel,ddp")
-    code, out, _ = advise(
-        "one_layer_lm.py", *words, "--strategy", "gathered_attention.py", "--format", "json"
-    )
+    for name in ("one_layer_lm", "gathered_attention"):
+        (tmp_path / f"{name}.py").write_text(text := (EXAMPLES / f"{name}.py").read_text())
+    words = ("one_layer_lm.py", *ON, "--batch", "2", "--seq-len", "128", "--format", "json")
+    only = "gathered_attention,tensor_parallel,ddp"
+    code, out, _ = advise(*words, "--only", only, "--strategy", "gathered_attention.py")
     assert code == 0
     (answer,) = json.loads(out)
     assert {each["strategy"] for each in answer["layouts"]} == {"gathered_attention", "tensor_parallel"}
     assert answer["question"]["model"] == "one-layer-lm-tiny"
+    wrong = text.replace("gathered_attention", "wrong").replace("gqa=True", "gqa=True, scale=0.1")
+    (tmp_path / "wrong.py").write_text(wrong)
+    code, out, message = advise(*words, "--only", "wrong,tensor_parallel,ddp", "--strategy", "wrong.py")
+    assert (code, out) == (2, "")
+    assert "not measured, as verification is red: wrong in forward" in message
