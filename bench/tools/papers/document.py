@@ -190,13 +190,12 @@ def _section(findings: paper_findings.PaperFindings, source: str, scenarios: Seq
     verdict = paper_findings.verdict_on(findings.of(*scenarios))
     title = source or (f"{paper.label}, {paper.source}" if "arXiv" in paper.source else paper.title)
     target = f"{_details(findings.paper).as_posix()}" + (f"#{scenarios[0]}" if source else "")
-    name = title.split(", ")[0]
-    sentences = f"{name}: {paper_findings.counts(verdict)}. {'' if source else paper.finding}".rstrip()
+    sentences = f"{paper_findings.counts(verdict)}. {'' if source else paper.finding}".rstrip()
     of_scenarios = {name: [*_lines(name, findings)] for name in scenarios}
     without = [_link(name, findings, short=True) for name, own in of_scenarios.items() if not own]
     lines = [*chain.from_iterable(of_scenarios.values())]
     text = f"## [{title}]({target}): {verdict.word}\n\n{sentences}\n\n{paper_findings.markdown(lines)}"
-    return text + (f"\n{name}: we compare no published numbers of {', '.join(without)}.\n" if without else "")
+    return text + (f"\nWe compare no published numbers of {', '.join(without)}.\n" if without else "")
 
 
 def _lines(scenario: str, findings: paper_findings.PaperFindings) -> Iterator[paper_findings.Line]:
