@@ -88,10 +88,9 @@ def layout(table: Table, width: int, view: View) -> TableLayout:
 
 def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
     """The lines that are shown as rows, and the number of lines that each text replaces."""
-    if view.details:
-        return list(table.lines), {}
-    kept = [line for index, line in enumerate(table.lines) if index not in table.folded]
-    return kept, Counter(table.folded.values())
+    folded = {} if view.details else table.folded
+    kept = [line for index, line in enumerate(table.lines) if index not in folded]
+    return kept, Counter(folded.values())
 
 
 def _by_importance(table: Table, names: Sequence[str]) -> list[str]:
@@ -232,14 +231,16 @@ def markdown(table: Table) -> str:
 
 
 class Share(ProgressColumn):
-    """The share of the work that is done, and the remaining time if the rest is as fast; before the first
-    share is known, the elapsed time."""
+    """The share of the work that is done, and the remaining time if the rest is as fast, which counts down
+    until the share grows; before the first share is known, the elapsed time."""
 
     def render(self, task: Task) -> Text:
         taken = task.elapsed or 0.0
         if not task.total or not task.completed:
             return Text(_spelled(taken))
-        return Text(f"{task.completed:.0%}, {_spelled(taken * (1 / task.completed - 1))} left")
+        whole_s = task.fields.setdefault(str(task.completed), taken / task.completed)
+        left = f", {_spelled(whole_s - taken)} left" if whole_s >= taken else ""
+        return Text(f"{task.completed:.0%}{left}")
 
 
 def new_bar() -> Progress:

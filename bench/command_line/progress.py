@@ -155,5 +155,4 @@ def _outcome(row: Row) -> str:
         parts.append(f"peak {measured.peak_memory_bytes / GIB:.2f} GiB")
     if row.reason and row.status != "ok":
         parts.append(row.reason)
-    seconds = f" ({row.elapsed_s:.1f} s)" if row.elapsed_s is not None else ""
-    return ", ".join(parts) + seconds
+    return ", ".join(parts) + (f" ({row.elapsed_s:.1f} s)" if row.elapsed_s is not None else "")

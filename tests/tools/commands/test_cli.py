@@ -19,6 +19,7 @@ import click
 import pytest
 
 from spbench.bench.command_line.cli import cli, exit_code, main
+from spbench.bench.command_line.drawn_tables import Share, new_bar
 from spbench.bench.command_line.output import Output, Table, View, wrapped
 from spbench.bench.command_line.progress import Progress, message, remark, silence
 from spbench.bench.measure.sweep.results import RESULTS_FILE
@@ -387,6 +388,17 @@ def test_a_share_is_told_where_steps_are_not_counted(capsys: pytest.CaptureFixtu
         for share in (0.05, 0.3, 0.35, 0.3, 1.0):
             progress.at("looking", share)
     assert capsys.readouterr().err.splitlines() == ["[30%] looking", "[100%] looking"]
+
+
+def test_the_time_left_counts_down_until_the_share_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, bar, shown = [0.0], new_bar(), []
+    monkeypatch.setattr(bar, "get_time", lambda: seconds[0])
+    bar.add_task("looking", total=1.0)
+    (task,) = bar.tasks
+    for seconds[0], share in ((10.0, 0.25), (20.0, 0.25), (45.0, 0.25), (46.0, 0.5)):
+        bar.update(task.id, completed=share)
+        shown.append(str(Share().render(task)))
+    assert shown == ["25%, 30 s left", "25%, 20 s left", "25%", "50%, 46 s left"]
 
 
 def test_on_a_terminal_it_is_one_line_but_for_faults(monkeypatch: pytest.MonkeyPatch) -> None:
