@@ -14,6 +14,7 @@ from spbench.bench.measure.memory.allocator import MIB, rounded
 from spbench.bench.measure.simulator.program import Category
 from spbench.bench.measure.trace.operator_prices import MATMULS
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
+from tests.cells import make_cell
 from tests.grid import data
 
 
@@ -54,15 +55,9 @@ def test_transformer_engine_gives_up_the_joint_projection_where_it_must_copy() -
 
 def peaks_of_steps(**options: Any) -> list[int]:
     """The peaks of two steps, with two micro-batches whose logits have 16 MiB."""
-    cell = Cell(
-        model="gpt3-tiny",
-        strategy="single",
-        batch=4,
-        seq_len=64,
-        precision="bf16",
-        model_options={"layers": 1, "vocabulary": 65536, **options},
-        training={"micro_batches": 2, "steps": 2},
-    )
+    fields = {"layers": 1, "vocabulary": 65536, **options}
+    training = {"micro_batches": 2, "steps": 2}
+    cell = make_cell("gpt3-tiny", "single", {}, 4, 64, model_options=fields, training=training)
     log = tracing.trace(cell).memory
     found = log.levels(rounded(np.asarray(log.sizes))).steps
     assert all(peak.phase == "backward" for peak in found if options["cross_entropy"] == "native")
@@ -165,15 +160,8 @@ SCORES = 2 * B * Z * LENGTH * LENGTH * A
 
 def flops(backend: str = "ddp", **options: Any) -> tuple[float, float]:
     """FLOPs of a step of gpt3-tiny: of matmuls, and of attention kernels."""
-    cell = Cell(
-        model="gpt3-tiny",
-        strategy="single",
-        batch=B,
-        seq_len=LENGTH,
-        precision="bf16",
-        model_options={"layers": LAYERS, **options},
-        training={"backend": backend},
-    )
+    fields = {"model_options": {"layers": LAYERS, **options}, "training": {"backend": backend}}
+    cell = make_cell("gpt3-tiny", "single", {}, B, LENGTH, **fields)
     program = trace(cell, events=True).program
     of_attention = program.category == Category.ATTENTION
     return float(program.flops[~of_attention].sum()), float(program.flops[of_attention].sum())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import check_sizes
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.trace.meter import CommunicationMeter
@@ -199,6 +200,19 @@ def _made(maker: str, given: dict[str, Any], *takes: str) -> tuple[Cell, set[str
 
 #: by name: a cell, and the short cuts that it must take
 CELLS: dict[str, tuple[Cell, set[str]]] = {name: _made(*line) for name, line in data(__file__).items()}
+
+
+def traced_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of layers of the cells that are traced from now on."""
+    layers: list[int] = []
+    traced = tracing._traced
+
+    def counted(cell: Cell, *others: Any) -> Trace:
+        layers.append(cell.model_options["layers"])
+        return traced(cell, *others)
+
+    monkeypatch.setattr(tracing, "_traced", counted)
+    return layers
 
 
 def differing_fields(ours: Any, theirs: Any) -> list[str]:

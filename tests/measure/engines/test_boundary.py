@@ -24,7 +24,7 @@ from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported
 from tests.cells import make_cell
 from tests.grid import data, tabled
-from tests.measure.engines.cells import cell_of, write_cluster
+from tests.measure.engines.cells import cell_of, traced_layers, write_cluster
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
@@ -115,14 +115,7 @@ def test_kernel_that_takes_2048_keys(tmp_path: Path) -> None:
 
 def test_few_layers_predict_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every size but those that are proved is guessed from models of 3 and 5 layers."""
-    traced: list[int] = []
-    real = tracing._traced
-
-    def counted(cell: Cell, *others: Any) -> Any:
-        traced.append(cell.model_options["layers"])
-        return real(cell, *others)
-
-    monkeypatch.setattr(tracing, "_traced", counted)
+    traced = traced_layers(monkeypatch)
     cell = searching(tmp_path, 128, RSA, 2, LENGTH, batch=8, model_options={"layers": 9})
     found = largest_that_fits(cell)
     assert_proved(cell, found)

@@ -54,6 +54,7 @@ from tests.measure.engines.cells import (
     piped,
     staged,
     supported,
+    traced_layers,
     wide,
 )
 from tests.measure.simulator.step_programs import serial_s
@@ -254,14 +255,7 @@ def test_without_events(name: str) -> None:
 
 def test_a_guess_is_put_together_without_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, _ = CELLS["main gradients"]
-    traced: list[int] = []
-    made = tracing._traced
-
-    def counting(cell: Cell, *others: Any) -> Trace:
-        traced.append(cell.model_options["layers"])
-        return made(cell, *others)
-
-    monkeypatch.setattr(tracing, "_traced", counting)
+    traced = traced_layers(monkeypatch)
     guess, proved, whole = (
         tracing.trace(asked, events=True, effort=effort) for effort in ("guess", "proved", "whole")
     )

@@ -25,6 +25,7 @@ from spbench.impls.observed_work import ALL_LOWER, EVERYONE
 from spbench.impls.registries import all_strategies
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import BALANCED
+from tests.cells import make_cell
 from tests.grid import data, tabled
 from tests.measure.engines.cells import supported
 from tests.slow import slow
@@ -235,14 +236,8 @@ def test_blocks_of_lower_ranks_between_what_everyone_does() -> None:
 @pytest.mark.parametrize("strategy", ["lasp", "lasp2"])
 def test_the_peak_is_that_of_the_rank_with_most_parts_of_documents(strategy: str) -> None:
     """A state begins anew in each, and is kept; the third of four ranks has most, the others few."""
-    cell = Cell(
-        model="tnl-tiny",
-        strategy=strategy,
-        sizes={"sp": 4},
-        batch=1,
-        seq_len=64,
-        model_options={"layers": 1, "documents": [33, 1, 1, 1, 1, 27]},
-    )
+    options = {"layers": 1, "documents": [33, 1, 1, 1, 1, 27]}
+    cell = make_cell("tnl-tiny", strategy, {"sp": 4}, 1, 64, "fp32", model_options=options)
     peaks = [trace(cell, rank).memory.peak().nbytes for rank in range(4)]
     assert peaks.index(max(peaks)) == 2
     assert trace_classes(cell).measurement().peak_memory_bytes == peaks[2] > max(peaks[:2] + peaks[3:])

@@ -8,7 +8,6 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
 from spbench.bench.measure.clusters.rates import AttentionKernel
 from spbench.bench.measure.engines import virtual
@@ -23,6 +22,7 @@ from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.bench.setting_values import stand_ins
 from spbench.bench.tools.run.kinds_of_work import without_own_rates
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
+from tests.cells import make_cell
 from tests.measure.simulator.step_programs import cluster, of_links
 from tests.measure.simulator.test_cost_forms import changed
 
@@ -160,15 +160,8 @@ def test_the_models_option_names_the_kernel() -> None:
     """Which changes the time of a step, and what FlashAttention-2 holds inside its backward."""
     made = {}
     for kernel in ("flash", "flash_attention_2", "flash_attention_1"):
-        cell = Cell(
-            model="causal-transformer-tiny",
-            strategy="ulysses",
-            sizes={"sp": 2},
-            batch=2,
-            seq_len=16,
-            precision="bf16",
-            model_options={"attention": kernel},
-        )
+        options = {"attention": kernel}
+        cell = make_cell("causal-transformer-tiny", "ulysses", {"sp": 2}, 2, 16, model_options=options)
         traced = virtual.trace_classes(cell, events=True)
         found = traced.simulator(with_card(attention=ATTENTION_RATES))()
         made[kernel] = (traced.traces[0].measurement(None).peak_memory_bytes, found.step_time_s)

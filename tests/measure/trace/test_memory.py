@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.setup import set_up
 from spbench.bench.measure.engines.virtual import VirtualEngine
@@ -20,6 +20,7 @@ from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.layout import Unsupported
+from tests.cells import make_cell
 from tests.measure.engines.cells import cell_of
 from tests.slow import slow
 
@@ -256,14 +257,8 @@ def test_a_checkpointed_layer_holds_its_input() -> None:
 def test_checkpointing_lowers_the_peak(strategy: str, axis: str) -> None:
     peaks = []
     for checkpointing in (False, True):
-        cell = Cell(
-            model="bert-tiny",
-            strategy=strategy,
-            sizes=Sizes(**{axis: 2}),
-            batch=8,
-            seq_len=128,
-            model_options={"layers": 6, "checkpointing": checkpointing},
-        )
+        options = {"layers": 6, "checkpointing": checkpointing}
+        cell = make_cell("bert-tiny", strategy, {axis: 2}, 8, 128, "fp32", model_options=options)
         peaks.append(tracing.trace(cell).memory.peak())
     assert peaks[1].nbytes < peaks[0].nbytes / 2
     assert peaks[1].held["activations"] < peaks[0].held["activations"] / 2

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.row import finite
@@ -15,6 +14,7 @@ from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.judgement_report import grouped, shown_pair
 from spbench.bench.tools.changes.metrics import TABLES
 from spbench.bench.tools.changes.result_files import Results
+from tests.cells import make_cell
 
 Row = dict[str, Any]
 
@@ -22,14 +22,8 @@ Row = dict[str, Any]
 @pytest.fixture(scope="module")
 def row() -> Row:
     """A traced and simulated step with messages across nodes."""
-    cell = Cell(
-        model="causal-transformer-tiny",
-        strategy="ulysses",
-        sizes={"dp": 2, "sp": 2},
-        batch=2,
-        seq_len=8,
-        cluster="piz-daint-p100",
-    )
+    sizes = {"dp": 2, "sp": 2}
+    cell = make_cell("causal-transformer-tiny", "ulysses", sizes, 2, 8, "fp32", cluster="piz-daint-p100")
     return finite(as_row(cell, measure(run_cell, cell)))
 
 

@@ -10,12 +10,12 @@ import junitparser
 import pytest
 from markdown_it import MarkdownIt
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.row import finite
 from spbench.bench.tools.changes.to_reviews import LIMIT, MARK
+from tests.cells import make_cell
 from tests.tools.changes.conftest import Judge
 from tests.tools.changes.rows import BASE, commit_all, folder, made_up, one_byte_more, planted
 from tests.tools.commands.conftest import Run
@@ -53,14 +53,7 @@ def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.Mo
         seconds[seconds.argmax()] *= 1.05
         return seconds
 
-    cell = Cell(
-        model="bert-tiny",
-        strategy="tensor_parallel",
-        sizes={"tp": 2},
-        batch=2,
-        seq_len=8,
-        cluster="piz-daint-p100",
-    )
+    cell = make_cell("bert-tiny", "tensor_parallel", {"tp": 2}, 2, 8, "fp32", cluster="piz-daint-p100")
     before = finite(as_row(cell, measure(run_cell, cell)))
     monkeypatch.setattr(Costs, "kernels", slower)
     after = finite(as_row(cell, measure(run_cell, cell)))

@@ -35,6 +35,7 @@ from spbench.bench.tools.choose.fitting import Fitting, _help, flags_of
 from spbench.bench.tools.choose.proofs import Proofs
 from spbench.bench.tools.choose.subject import Subject, subject
 from spbench.bench.tools.choose.suggestions import Change, single_changes
+from tests.cells import make_cell
 from tests.grid import data, tabled
 from tests.slow import slow
 from tests.terminal import faults_of, screen_of
@@ -128,17 +129,11 @@ def test_the_answer_for_programs_a_figure_and_a_snapshot(fit: Run, card: Card) -
 
 def run(cluster: str, settings: dict[str, Any]) -> Measurement:
     """The cell of :func:`longer` with other settings, measured by itself."""
-    cell = Cell(
-        model="causal-transformer-tiny",
-        strategy="single",
-        sizes={"dp": 2},
-        batch=8,
-        seq_len=4096,
-        cluster=cluster,
-        precision="bf16",
-        training={"backend": "zero3", "moments": "later", "steps": 2},
-        model_options={"layers": 6},
-    )
+    fields = {
+        "training": {"backend": "zero3", "moments": "later", "steps": 2},
+        "model_options": {"layers": 6},
+    }
+    cell = make_cell("causal-transformer-tiny", "single", {"dp": 2}, 8, 4096, cluster=cluster, **fields)
     return VirtualEngine().measure(changed(cell, settings))
 
 
