@@ -2,14 +2,14 @@
 
 Kernels keep their ratio from card to card better than their share of the peak. So where two kernels were
 measured on another card and only one of them on this card, the other's rate here is the measured rate times
-the ratio on the other card. Such a rate is marked as a substitute. Without other rates there is no time
-(:func:`check_rates`).
+the ratio on the other card, or if that is above the peak, by the share of the peak there. Such a rate is
+marked as a substitute. Without other rates there is no time (:func:`check_rates`).
 """
 
 from functools import cache
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_names, load_cluster
-from spbench.bench.measure.clusters.figures import Sourced, named
+from spbench.bench.measure.clusters.figures import Sourced, named, peak_in_half
 from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask
 
 #: parts of cards' names by generation (the major number of NVIDIA's compute capability)
@@ -40,8 +40,7 @@ def engines_choice(generation: int, *, fused: bool = True, flash: bool = True) -
 def usual_kernel(device: Device) -> str:
     """The kernel that programs run on a card where nobody names one: "cudnn" if TransformerEngine chooses it
     and the card has its rate, else the default of the card's file; "flash" for a card without rates."""
-    choice = engines_choice(generation_of(device))
-    attention = device.attention
+    choice, attention = engines_choice(generation_of(device)), device.attention
     if choice == "cudnn" and attention is not None and "cudnn" in attention.kernels:
         return choice
     return "flash" if attention is None else attention.default
@@ -77,40 +76,36 @@ def rate_of_call(
         return own
     for card in _cards_with(kernel, generation_of(device)):
         for other in dict.fromkeys([device.attention.default, *device.attention.kernels]):
-            if rate := _carried(device, card, kernel, other, head_size, direction, mask):
+            if rate := _carried(device, card, kernel, other, (head_size, direction, mask)):
                 return rate
     return None
 
 
 def _carried(
-    device: Device, card: Cluster, kernel: str, other: str, head_size: int, direction: Direction, mask: Mask
+    device: Device, card: Cluster, kernel: str, other: str, call: tuple[int, Direction, Mask]
 ) -> AttentionRate | None:
-    """This card's rate of the kernel ``other``, times the ratio of ``kernel`` to ``other`` on ``card``; None
-    where a rate is missing."""
-    assert device.attention is not None
-    assert card.device.attention is not None
-    there = card.device.attention.rate_of(kernel, head_size, direction, mask)
-    here = device.attention.rate_of(other, head_size, direction, mask)
+    """This card's rate of the kernel ``other``, times the ratio of ``kernel`` to ``other`` on ``card``, or if
+    this card cannot be so fast, the share of the peak on ``card``; None where a rate is missing."""
+    ours, theirs = device.attention, card.device.attention
+    assert ours is not None
+    assert theirs is not None
+    here, there = ours.rate_of(other, *call), theirs.rate_of(kernel, *call)
     if there is None or here is None:
         return None
     # both rates of the ratio are of the head size, direction and mask that the kernel was measured with
-    beside = card.device.attention.rate_of(
-        other, there.counts_as(direction), there.direction or direction, there.mask
-    )
+    beside = theirs.rate_of(other, there.counts_as(call[1]), there.direction or call[1], there.mask)
     if beside is None or not beside.limit_flops_per_s.value:
         return None
-    share = (there.limit_flops_per_s.value or 0.0) / beside.limit_flops_per_s.value
-    limit = here.limit_flops_per_s
+    of_other, limit = (each.limit_flops_per_s.value or 0.0 for each in (here, there))
+    rate, text = of_other * limit / beside.limit_flops_per_s.value, f"{other}'s, by the ratio of both on"
+    if rate > (peak := peak_in_half(device)):  # because the other kernel does not use what the card has
+        rate, text = limit * peak / peak_in_half(card.device), "its share of the peak of"
     halves = [each.half_length.value for each in (here, there, beside)]
     half = halves[0] * halves[1] / halves[2] if all(halves) else halves[0]  # type: ignore[operator]
+    source, substitute = here.limit_flops_per_s.source, f"{text} {card.device.name}"
     return here.model_copy(
         update={
-            "limit_flops_per_s": Sourced(
-                value=(limit.value or 0.0) * share,
-                source=limit.source,
-                note=f"{share:.3f} of {other}'s, as on {card.device.name}",
-                substitute=f"{other}'s, by the ratio of both on {card.device.name}",
-            ),
+            "limit_flops_per_s": Sourced(value=rate, source=source, substitute=substitute),
             "half_length": Sourced(value=half, source=here.half_length.source),
             "measured": {},
             "table": NO_TABLE,

@@ -142,18 +142,23 @@ def figures(part: Any, at: str = "", units: Sequence[Any] = ()) -> Iterator[tupl
             yield from figures(each, f"{at}.{key}" if at else str(key), units)
 
 
+def peak_in_half(device: Any) -> float:
+    """A card's peak FLOP/s in half precision; inf: not known."""
+    peaks = (named(device.peak_flops_per_s, name) for name in ("bf16", "fp16"))
+    return max((of.value for of in peaks if of is not None and of.value), default=math.inf)
+
+
 def implausible(cluster: Any) -> Iterator[str]:
     """The figures of a cluster that are impossible, each as its key path and the problem: numbers out of the
     range of their unit, and rates of attention above the card's peak in half precision."""
-    halves = cluster.device.peak_flops_per_s.items()
-    peak = max((of.value or 0.0 for name, of in halves if name in ("bf16", "fp16")), default=0.0)
+    peak = peak_in_half(cluster.device)
     for at, part, units in figures(cluster):
         if isinstance(part, Sourced):
             continue
         if at.startswith("device.operators.") and at.endswith(".1"):  # the seconds of [bytes, seconds]
             units = get_args(Latency)[1:]
         problem = next((unit.problem(part) for unit in units if isinstance(unit, Unit)), "")
-        if not problem and at.endswith(".limit_flops_per_s") and 0 < _BOOST * peak < part:
+        if not problem and at.endswith(".limit_flops_per_s") and part > _BOOST * peak:
             problem = f"{part:g} FLOP/s is above the card's peak_flops_per_s of {peak:g}"
         if problem:
             yield f"{at}: {problem}"

@@ -5,6 +5,7 @@ Rates of attention kernels carried over from the card that has both kernels.
 What is said of a cluster by kind of work: its figures, and the gaps."""
 
 import csv
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters import rate_tables
 from spbench.bench.measure.clusters.card_kernels import cannot_run, rate_of_call, usual_kernel
 from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
+from spbench.bench.measure.clusters.figures import peak_in_half
 from spbench.bench.measure.clusters.rate_tables import (
     RateTable,
     collective_tables,
@@ -28,6 +30,7 @@ from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measure.scenarios.select import ATTENTION, with_usual_attention
 from spbench.bench.tools.run.kinds_of_work import kinds_of_work
 from spbench.bench.tools.run.list_command import cluster_output
+from spbench.impls.models.blocks.softmax_options import FUSED_KERNELS
 from tests.grid import data, tabled
 from tests.measure.simulator.step_programs import cluster
 
@@ -173,6 +176,25 @@ def test_another_has_the_ratio_of_both_kernels_on_the_card_that_has_both() -> No
     assert carried.limit_flops_per_s.substitute.startswith(
         "flash_attention_2's, by the ratio of both on NVIDIA A100"
     )
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("dgx-h100", "flash_attention_4"), ("dgx-a100", "cudnn")])
+def test_a_ratio_above_the_peak_gives_way_to_the_share_of_the_peak(name: str, kernel: str) -> None:
+    """FlashAttention-2 is slow on the card that has both, because it was written for an older one."""
+    device = load_cluster(name).device
+    for direction in ("forward", "backward"):
+        rate = rate_of_call(device, kernel, 128, direction, "causal").limit_flops_per_s
+        assert rate.substitute.startswith("its share of the peak of NVIDIA ")
+        assert 0.5 < rate.value / device.peak_flops_per_s["bf16"].value < 0.85
+
+
+def test_no_rate_of_a_packaged_cluster_is_above_the_peak() -> None:
+    for name, kernel in itertools.product(cluster_names(), FUSED_KERNELS):
+        device = load_cluster(name).device
+        for size, direction in itertools.product((64, 128, 192), ("forward", "backward")):
+            rate = rate_of_call(device, kernel, size, direction, "whole")
+            # an RTX 4090's attention was measured above the peak of its datasheet, as its clock is higher
+            assert rate is None or rate.limit_flops_per_s.value < 1.03 * peak_in_half(device), (name, kernel)
 
 
 def test_without_a_kernel_in_common_or_any_rate_nothing_is_carried_over() -> None:
