@@ -172,6 +172,22 @@ def test_each_saving_by_a_recomputed_module_is_within_a_quarter_of_a_gb() -> Non
     assert all(abs((ours["none"] - ours[name]) - (theirs["none"] - theirs[name])) < 0.25 for name in theirs)
 
 
+def test_the_page_has_the_steps_of_deepspeed_and_their_intervals() -> None:
+    """Attention has rates of other cards, for whose share of a step an interval is wider."""
+    page = (FILES / "field.md").read_text()
+    rows = findings("field").of("deepspeed_zero3")
+    for _, row in rows.iterrows():
+        tokens, measured = int(row["cell"].split("/L")[1].split("/")[0]), row["published"] / row["reproduced"]
+        low, high, _ = packaged_model().band(
+            "transferred", row["bound"], row["strategy"], float(row["unknown"]), [row["rates"]]
+        )
+        assert low < measured < high
+        seconds = f"{row['published'] / 1000:.2f} | {row['reproduced'] / 1000:.2f}"
+        ends = f"{1 / measured - 1:+.1%} | {low - 1:+.0%} to {high - 1:+.0%}"
+        assert f"| {tokens:,} | {seconds} | {ends} |" in page
+    assert len(rows) == 4
+
+
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_page_links_to_what_is_there(paper: str) -> None:
     links = re.findall(rf"\(results/reproduction/{paper}\.md#(\w+)\)", (ROOT / "REPRODUCE.md").read_text())
