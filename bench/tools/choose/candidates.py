@@ -25,17 +25,17 @@ from spbench.bench.tools.choose.layouts import (
     ways,
 )
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.references import as_text, has_stages, twins_of
+from spbench.bench.tools.choose.references import as_text, families_of, has_stages
 from spbench.impls import MESH_AXES, Unsupported, spelled
 
 #: a layout surely fits if a card has this many times its estimated bytes
 SURELY = 2.0
 #: a layout probably fits if its estimated bytes times this fit a card, and may fit if they do divided by this
 _MAY_FIT = 1.25
-#: further settings must be faster than simpler ones that surely fit by this factor, by the estimate
-_SAME = 1.005
-#: what became of layouts that take longer than another that surely fits
-SLOWER = "slower than with other settings that surely fit"
+#: each option of the model that saves memory must make a step faster by this factor, by the estimate
+_WORTH = 1.005
+#: what became of layouts that take longer than with other settings that need no more, or surely fit
+SLOWER = "slower than with other settings that need no more or surely fit"
 #: what became of layouts that were not traced, or not even made candidates
 TOO_SLOW = "too slow by the estimate, or too large after traces of their strategy"
 #: what became of layouts that are no candidates because of their estimated bytes
@@ -76,7 +76,7 @@ class Candidate:
         training_text, saving_text: the same as text.
         estimated_s, estimated_bytes: seconds of a step, and bytes of the fullest rank.
         activation_bytes: the part of the estimated bytes that is no states of training.
-        twin: the same ``training`` with all states on the card; None: it has none on the host.
+        family: a number that backends share which differ only in what they hold on hosts.
     """
 
     layout: Layout
@@ -88,7 +88,7 @@ class Candidate:
     estimated_s: float
     estimated_bytes: float
     activation_bytes: float
-    twin: Mapping[str, Any] | None = None
+    family: int = 0
 
     @property
     def strategy(self) -> str:
@@ -166,14 +166,13 @@ class Bar:
 
 class Candidates:
     """The candidates of a question: each layout with every backend and saving that has figures, except those
-    that take longer by the estimate than the same layout and backend with another saving that surely fits (or
-    with states on the cards, not the host), and those with more settings that are no faster.
+    that take longer than with other settings which surely fit, or which need no more (:func:`undominated`).
 
     Args:
         savings: settings of the model by their text.
         refused: takes the reasons of impossible layouts.
         usable: bytes of a card that tensors can have; 0: nothing surely fits.
-        left_out: counts the exceptions, by :data:`SLOWER`, :data:`TOO_SLOW` and :data:`TOO_LARGE`.
+        left_out: counts all others, by :data:`SLOWER`, :data:`TOO_SLOW` and :data:`TOO_LARGE`.
         bar: leaves out layouts that take far longer than others; None: a new bar.
     """
 
@@ -194,10 +193,12 @@ class Candidates:
         self.backends = [settings_by_text[text] for text in estimates.backends]
         self.settings = [savings[text] for text in estimates.references]
         self.texts = [*estimates.backends], [*estimates.references]
-        #: whether each backend has stages, [backends, 1], and the index of its twin
+        #: whether each backend has stages, [backends, 1], and the number of its family
         stages = [bool(each) and has_stages(question, each) for each in self.backends]
+        on_host = [each.host_bytes > 0 for each in estimates.backends.values()]
         self.pipelined = np.array(stages)[:, None]
-        self.twins = twins_of(self.backends, [each.host_bytes > 0 for each in estimates.backends.values()])
+        self.families = np.array(families_of(self.backends, on_host))
+        self.worth = np.array([_WORTH ** len(each) for each in self.settings])
 
     def __iter__(self) -> Iterator[Candidate]:
         for way in ways(self.question):
@@ -214,44 +215,47 @@ class Candidates:
     ) -> Iterator[Candidate]:
         """The candidates of layouts that differ only in their folds, the ranks of their experts."""
         estimates, usable, bar, left_out = self.estimates, self.usable, self.bar, self.left_out
-        backends, settings = self.backends, self.settings
         computing = estimates.computing(every, figures)
         passing = [bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)]
         near = [each for each, passes in zip(every, passing, strict=True) if passes]
-        far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
+        left_out[TOO_SLOW] += (len(every) - len(near)) * len(self.backends) * len(self.settings)
         if not near:
-            left_out[TOO_SLOW] += far
             return
-        times_of = estimates.times(near, figures, computing[passing])
+        times = estimates.times(near, figures, computing[passing])
         activations = estimates.activations(near, figures)
-        memories_of = estimates.states(near, figures)[..., None] + activations[:, None]
-        folds, pipelined = best_folds(times_of, memories_of, usable), self.pipelined
-        may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
-        probably = np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf)
+        memories = estimates.states(near, figures)[..., None] + activations[:, None]
+        may = self.pipelined if near[0].pp > 1 else np.ones_like(self.pipelined)
+        probably = np.where(may & (memories * _MAY_FIT <= usable), times, np.inf)
         bar.add(near[0], probably.min(initial=np.inf))
-        within = times_of <= bar.most_s
-        asked = may & within & folds
-        large = asked & (memories_of > FAR_TOO_LARGE * (usable or np.inf))
+        asked = may & (times <= bar.most_s)
+        large = asked & (memories > FAR_TOO_LARGE * (usable or np.inf))
         if large.any() and (large == asked).all():  # keep the smallest, to say what would fit
-            large &= memories_of > memories_of[large].min()
-        left = undominated(times_of, memories_of, asked & ~large)
-        for layout, times, memories, own, kept_of in zip(
-            near, times_of, memories_of, activations, left, strict=True
-        ):
-            fitting = np.where(memories * SURELY <= usable, times, np.inf)
-            shortest = fitting.min(axis=1, initial=np.inf)
-            for row in np.flatnonzero(kept_of.any(axis=1)).tolist():
-                twin = None if (other := self.twins[row]) is None else backends[other]
-                of_twin = np.inf if other is None else shortest[other]
-                kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & kept_of[row])
-                for at in kept.tolist():
-                    seconds, nbytes = float(times[row, at]), float(memories[row, at])
-                    chosen = backends[row], settings[at], self.texts[0][row], self.texts[1][at]
-                    yield Candidate(layout, options, *chosen, seconds, nbytes, float(own[at]), twin)
-                yielded += len(kept)
-        left_out[TOO_SLOW] += far + int((may & ~within).sum())
+            large &= memories > memories[large].min()
+        left = asked & ~large
+        surely = left & (memories * SURELY <= usable)
+        kept = undominated(times, memories, left & promising(times * self.worth, surely, self.families))
+        for fold, row, at in np.argwhere(kept).tolist():
+            chosen = self.backends[row], self.settings[at], self.texts[0][row], self.texts[1][at]
+            seconds, nbytes = float(times[fold, row, at]), float(memories[fold, row, at])
+            own, family = float(activations[fold, at]), int(self.families[row])
+            yield Candidate(near[fold], options, *chosen, seconds, nbytes, own, family)
+        left_out[TOO_SLOW] += int((may & (times > bar.most_s)).sum())
         left_out[TOO_LARGE] += int(large.sum())
-        left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
+        left_out[SLOWER] += int(left.sum()) - int(kept.sum())
+
+
+def promising(times: np.ndarray, fitting: np.ndarray, families: np.ndarray) -> np.ndarray:
+    """Which candidates, [folds, backends, settings], take no longer than any of their backend's family that
+    surely fits.
+
+    Args:
+        fitting: which candidates surely fit.
+        families: the number of each backend's family.
+    """
+    shortest = np.full(len(families), np.inf)
+    np.minimum.at(shortest, families, np.where(fitting, times, np.inf).min(axis=(0, 2)))
+    kept: np.ndarray = times <= shortest[families][:, None]
+    return kept
 
 
 def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:
@@ -264,41 +268,6 @@ def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> n
     kept = np.zeros(asked.size, dtype=bool)
     kept[places[order[near]]] = True
     return kept.reshape(asked.shape)
-
-
-def best_folds(times: np.ndarray, memories: np.ndarray, usable: float) -> np.ndarray:
-    """Which folds may be the best, bool [folds, backends, settings]: for each backend and settings the
-    fastest fold that probably fits, and the fastest fold that may fit; if none may fit, the smallest fold.
-
-    Args:
-        times, memories: seconds and bytes, [folds, backends, settings].
-        usable: bytes of a card; 0: anything fits.
-    """
-    kept = np.zeros(times.shape, dtype=bool)
-    if len(kept) == 1:
-        return ~kept
-    smallest = memories.min(axis=0)
-    for most in (usable / _MAY_FIT, usable * _MAY_FIT) if usable else (np.inf,):
-        within = np.where(memories <= np.maximum(most, smallest), times, np.inf)
-        np.put_along_axis(kept, within.argmin(axis=0)[None], True, axis=0)
-    return kept
-
-
-def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndarray:
-    """Which settings may be the best, bool [settings], the simplest first: none that takes longer than
-    another that surely fits; and of settings about as fast as the shortest of these only the simplest.
-
-    Args:
-        fitting: the seconds of settings that surely fit; infinite for others.
-        of_twin: the shortest seconds of the twin (states on the card) that surely fits.
-    """
-    shortest = fitting.min(initial=np.inf)
-    kept: np.ndarray = times <= min(shortest, of_twin)
-    if shortest <= of_twin and shortest < np.inf:
-        simplest = int(np.argmax(fitting <= shortest * _SAME))
-        kept[simplest + 1 :] &= times[simplest + 1 :] * _SAME < fitting[simplest]
-        kept[simplest] = True
-    return kept
 
 
 def figures_of(

@@ -210,8 +210,7 @@ class Search(LookedAt):
         for rival in self._of_layouts[id(candidate.layout)]:
             if rival is candidate:
                 return False  # the next candidates take longer
-            alike = rival.training in (candidate.training, candidate.twin)
-            if alike and self.learned.most_bytes(rival) <= self.usable:
+            if rival.family == candidate.family and self.learned.most_bytes(rival) <= self.usable:
                 return True
         return False
 

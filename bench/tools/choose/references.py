@@ -262,13 +262,13 @@ def has_stages(question: Question, settings: Mapping[str, Any]) -> bool:
     return backend.pipelined
 
 
-def twins_of(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
-    """For each backend's settings, the index of the closest settings that keep all states on cards; None if
-    the backend has no states on the host, or if there are no such settings."""
+def families_of(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int]:
+    """For each backend's settings, the index of the closest settings that keep all states on cards: its own
+    if it has none on the host, or if there are no such settings."""
 
-    def twin(at: int) -> int | None:
+    def family(at: int) -> int:
         own = backends[at].items()
         others = [n for n, each in enumerate(backends) if not on_host[n] and each.items() <= own]
-        return max(others, key=lambda n: len(backends[n]), default=None) if on_host[at] else None
+        return max(others, key=lambda n: len(backends[n]), default=at) if on_host[at] else at
 
-    return [twin(at) for at in range(len(backends))]
+    return [family(at) for at in range(len(backends))]

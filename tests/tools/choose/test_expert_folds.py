@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
@@ -11,7 +10,6 @@ from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.deepened_traces import few_layers, leading_runs
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.asked import Asked
-from spbench.bench.tools.choose.candidates import best_folds
 from spbench.bench.tools.choose.estimates import CollectivePrices, Estimates
 from spbench.bench.tools.choose.layout_search import Search
 from spbench.bench.tools.choose.layouts import (
@@ -187,15 +185,6 @@ def test_a_layout_that_fills_its_card_by_few_layers_counts_where_no_other_fits()
         found = {"status": "ok", "step_time_s": 1 / dp, "peak_memory_bytes": int(share * search.usable)}
         search.seen[cell.key] = Seen(cell, found, depth="few_layers")
         assert [each.cell.sizes.dp for each in search.fitting()] == [dp]
-
-
-def test_the_fastest_folds_that_probably_fit_and_that_may_are_kept() -> None:
-    times = np.array([1.0, 2.0, 3.0]).reshape(3, 1, 1)
-    memories = np.array([100.0, 90.0, 60.0]).reshape(3, 1, 1)
-    assert best_folds(times, memories, 88.0).ravel().tolist() == [True, False, True]
-    assert best_folds(times, memories, 0.0).ravel().tolist() == [True, False, False]
-    assert best_folds(times, memories, 10.0).ravel().tolist() == [False, False, True]
-    assert best_folds(times[:1], memories[:1], 1.0).all()
 
 
 def deep(layers: int, dense: int) -> Cell:

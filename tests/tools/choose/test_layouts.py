@@ -12,7 +12,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.choose import layouts as module
 from spbench.bench.tools.choose.asked import Asked
-from spbench.bench.tools.choose.candidates import Bar, undominated
+from spbench.bench.tools.choose.candidates import Bar, promising, undominated
 from spbench.bench.tools.choose.layouts import (
     Layout,
     Refused,
@@ -248,6 +248,24 @@ def test_what_takes_longer_and_needs_no_fewer_bytes_is_left_out() -> None:
     assert kept.tolist() == [[True, True, False, True], [True, False, True, True]]
     others = undominated(times, nbytes, times > 10.0)  # the fastest is not among them
     assert others.tolist() == [[False, True, False, True], [True, True, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("times", "fitting", "families", "left"),
+    [
+        ([[1.0, 1.2, 0.9]], [[1, 1, 1]], [0], [[2]]),
+        ([[0.5, 1.0, 1.0, 1.3]], [[0, 1, 1, 1]], [0], [[0, 1, 2]]),  # the first may not fit
+        ([[1.0, 1.1]], [[0, 0]], [0], [[0, 1]]),
+        # a backend of the family that surely fits leaves out slower ones that hold less on cards
+        ([[1.0, 1.2], [1.1, 0.9]], [[1, 1], [1, 1]], [0, 0], [[], [1]]),
+        ([[1.0, 1.2], [1.1, 0.9]], [[1, 1], [1, 1]], [0, 1], [[0], [1]]),
+    ],
+)
+def test_of_a_family_none_is_promising_that_is_slower_than_what_surely_fits(
+    times: list[list[float]], fitting: list[list[int]], families: list[int], left: list[list[int]]
+) -> None:
+    (kept,) = promising(np.array([times]), np.array([fitting], dtype=bool), np.array(families))
+    assert [np.flatnonzero(row).tolist() for row in kept] == left
 
 
 def test_what_takes_far_longer_than_five_that_probably_fit_is_no_candidate() -> None:
