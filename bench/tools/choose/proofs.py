@@ -10,11 +10,12 @@ while they can be cheaper.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
@@ -24,6 +25,7 @@ from spbench.bench.tools.choose.anatomy import peaks_by_phase
 from spbench.bench.tools.choose.asking import Asking, Run, Say, Task, unheard, within
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.look import attempt, examine
+from spbench.bench.units import GIB
 
 #: share of the progress that single changes make, if pairs follow
 _SINGLE = 0.7
@@ -230,14 +232,13 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
         fitting = (each for each in traced.values() if each.within(budget_bytes))
         return min(fitting, key=cost, default=None)
 
-    def cheaper(sets: Mapping[_Set, float]) -> None:
+    def cheaper(sets: Iterator[tuple[float, _Set]]) -> None:
         """Trace sets of switches, until none is left that would be cheaper than the best that fits."""
-        waiting = iter(sets.items())
-        while several := [*itertools.islice(waiting, asking.jobs)]:
+        while several := [*itertools.islice(sets, asking.jobs)]:
             limit, _ = cost(best) if (best := cheapest()) else (math.inf, 0)
-            if not (fast := [sums.changes(taken) for taken, seconds in several if seconds < limit]):
+            if not (fast := [taken for added, taken in several if (1 + added) * seconds < limit]):
                 return
-            timed(suggestions.as_one(fast))
+            timed(suggestions.as_one(map(sums.changes, fast)))
 
     if (before := next(iter(timed([suggestions.Change({}, "as it is")])), None)) is None:
         raise UserError(f"{cell.key}: --budget weighs times, and its step cannot be timed")
@@ -251,14 +252,13 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
         alone = timed(every)
     rows = [_Row(each.change, each) for each in alone if each.change]
     rows += [_Row(every[n], full, share) for n, share in shares.items() if full is not None]
-    sums, solution = _Sums(before, rows, budget_bytes), set[int]()
-    for taken in itertools.islice(sums.fitting(sums.together), _MOST_SETS):
+    sums, seconds, solution = _Sums(before, rows, budget_bytes), before.step_s or 0.0, _Set()
+    for _, taken in itertools.islice(sums.cheapest(range(len(rows))), _MOST_SETS):
         if any(each.within(budget_bytes) for each in timed(suggestions.as_one([sums.changes(taken)]))):
-            solution = {*taken}
+            solution = taken
             break
-    few = [n for n in sums.together if len(n) == 2 or (len(n) > 1 and {*n} < solution)]
-    few += [(n,) for n, row in enumerate(rows) if row.share < 1]
-    cheaper(sums.fitting(few, _MORE_TOGETHER))
+    cheaper(itertools.islice(sums.cheapest(solution, _MORE_TOGETHER), _MOST_SETS))
+    cheaper(sums.cheapest(range(len(rows)), _MORE_TOGETHER, size=2))
     alone = [each for each in traced.values() if each.step_s and each.change in every]
     alone.sort(key=lambda each: each.step_s or math.inf)
     return BudgetPlan(budget_bytes, before, cheapest(), alone, len(traced))
@@ -273,60 +273,74 @@ class _Row(NamedTuple):
 
 
 class _Sums:
-    """The savings and costs of sets of switches, as sums of those of single switches.
-
-    Args:
-        before: the verdict on the cell without changes.
-        rows: one for each switch.
-        budget_bytes: the bytes that the fullest rank may need.
-
-    Attributes:
-        together: each set of switches that go together; some thousands, because many set one option.
+    """The savings and costs of sets of switches, one switch for each row: the sums of those of single
+    switches, less what two of them have in common. The cheapest set is the solution of an integer program,
+    because n independent switches have 2^n sets.
     """
 
     def __init__(self, before: Verdict, rows: Sequence[_Row], budget_bytes: int):
-        self.rows, self.seconds = rows, before.step_s or 0.0
-        peaks = peaks_by_phase(before.anatomy)
+        self.rows = rows
+        peaks, seconds = peaks_by_phase(before.anatomy), before.step_s or 0.0
         # bytes needed besides the tensors' peak: fragmentation, and memory outside PyTorch
         beside = before.memory.total_bytes - before.anatomy.peak_memory_bytes
-        self.excess = np.array([n + beside - budget_bytes for n in peaks.values()], dtype=float)
-        self.shares = np.array([each.share for each in rows])
-        after = [peaks_by_phase(each.traced.anatomy) for each in rows]
-        saved = np.array([[n - each.get(key, n) for each in after] for key, n in peaks.items()], float)
-        self.saved = saved * self.shares
-        more = np.array([(each.traced.step_s or 0.0) - self.seconds for each in rows])
-        self.costs = more * self.shares + _LEAST_COST * self.seconds
-        pairs = itertools.combinations(range(len(rows)), 2)
-        apart = {pair for pair in pairs if suggestions.together(self.changes(pair)) is None}
-        sets: list[_Set] = [()]
-        for at in range(len(rows)):
-            sets += [(*each, at) for each in sets if not any((other, at) in apart for other in each)]
-        self.together = sets[1:]
+        #: GiB that a set must save in each phase, and that each switch saves, [phases, switches]; and the
+        #: share of a step that each switch adds
+        self.excess = np.array([n + beside - budget_bytes for n in peaks.values()]) / GIB
+        shares, after = [each.share for each in rows], [peaks_by_phase(each.traced.anatomy) for each in rows]
+        saved = np.array([[n - each.get(key, n) for each in after] for key, n in peaks.items()])
+        self.saved = saved / GIB * shares
+        more = np.array([(each.traced.step_s or 0.0) / seconds - 1 for each in rows])
+        self.costs = more * shares + _LEAST_COST
+        pairs = [*itertools.combinations(range(len(rows)), 2)]
+        self.apart = {pair for pair in pairs if suggestions.together(self.changes(pair)) is None}
+        common = ((pair, self._in_common(*pair)) for pair in pairs if pair not in self.apart)
+        self.common = {pair: both for pair, both in common if both is not None}
 
     def changes(self, taken: Iterable[int]) -> list[suggestions.Change]:
         """The switches at these indices of rows."""
         return [self.rows[at].change for at in taken]
 
-    def fitting(self, sets: Iterable[_Set], times: float = 1.0) -> dict[_Set, float]:
-        """The seconds of a step with each set that would fit if its switches together saved ``times`` the sum
-        of what they save alone, the cheapest set first."""
-        fitting = list[tuple[float, _Set]]()
-        for taken in sets:
-            saved, costs = self._beside_each_other(taken)
-            if np.all(saved.sum(axis=1) * times >= self.excess):
-                settings = [{*each.settings} - _UNITED for each in self.changes(taken)]
-                shared = sum(map(len, settings)) > len(set[str]().union(*settings))
-                fitting.append((self.seconds + float(costs.max() if shared else costs.sum()), taken))
-        return {taken: seconds for seconds, taken in sorted(fitting)}
+    def _in_common(self, a: int, b: int) -> tuple[np.ndarray, float] | None:
+        """(GiB saved in each phase, share of a step) that count once for two switches; None: nothing."""
+        for part, other in ((a, b), (b, a)):
+            recompute = self.rows[other].change.settings.get(suggestions.RECOMPUTE)
+            if (share := self.rows[part].share) < 1 and recompute == "full":  # it is for the other layers
+                return self.saved[:, part] / share, self.costs[part] / share
+        names, others = ({*change.settings} - _UNITED for change in self.changes((a, b)))
+        return (0 * self.excess, min(self.costs[[a, b]])) if names & others else None
 
-    def _beside_each_other(self, taken: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes saved, [phases, switches]; seconds, [switches]) of a set of switches. Next to a switch for a
-        share of the layers, the recomputation of all layers counts only for the other layers."""
-        saved, costs, shares = self.saved[:, [*taken]], self.costs[[*taken]], self.shares[[*taken]]
-        some = int(shares.argmin())
-        if (share := shares[some]) < 1:
-            recompute = [each.settings.get(suggestions.RECOMPUTE) for each in self.changes(taken)]
-            of_all = [value == "full" and at != some for at, value in enumerate(recompute)]
-            saved -= np.outer(saved[:, some] / share, of_all)
-            costs -= costs[some] / share * np.array(of_all)
-        return saved, costs
+    def cheapest(
+        self, of: Collection[int], times: float = 1.0, size: int | None = None
+    ) -> Iterator[tuple[float, _Set]]:
+        """(share of a step that it adds, set) for each set of the switches ``of``, at most ``size`` of them,
+        that would fit if it saved ``times`` as much as by the sums; the cheapest set first."""
+        # a variable for each switch, then one for each pair with something in common: 1 if a set has it
+        n, in_common = len(self.rows), [*self.common.values()]
+
+        def row(plus: Iterable[int], minus: Iterable[int] = ()) -> np.ndarray:
+            factors = np.zeros(n + len(in_common))
+            factors[[*plus]], factors[[*minus]] = 1, -1
+            return factors
+
+        saved = np.column_stack([self.saved, *(-gib for gib, _ in in_common)])
+        rules = [(times * own, need, np.inf) for own, need in zip(saved, self.excess, strict=True)]
+        rules += [(row(range(n)), 1, size or n), *((row(pair), 0, 1) for pair in self.apart)]
+        for at, pair in enumerate(self.common, n):
+            rules += [(row(pair, [at]), 0, 1), *((row([each], [at]), 0, 1) for each in pair)]
+        costs = np.array([*self.costs, *(-cost for _, cost in in_common)])
+        allowed = [float(at in of or at >= n) for at in range(len(costs))]
+        while n:
+            matrix, low, high = (np.array(each) for each in zip(*rules, strict=True))
+            solved = scipy.optimize.milp(
+                costs / _LEAST_COST,
+                integrality=np.ones(len(costs)),
+                bounds=(0, allowed),
+                constraints=(matrix, low, high),
+                options={"mip_rel_gap": 0},
+            )
+            if solved.x is None:
+                return
+            taken = np.flatnonzero(solved.x[:n] > 0.5).tolist()
+            yield float(costs @ solved.x), tuple(taken)
+            # the next set is another one
+            rules.append((row(taken, [at for at in range(n) if at not in taken]), -np.inf, len(taken) - 1))

@@ -5,11 +5,13 @@ the switches that cost least, against all single ones and all pairs.
 
 import itertools
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from scripts.budget_pairs import JOBS, Job, beside_pairs
@@ -27,7 +29,7 @@ from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.layouts import Layout, Refused, Way, backend_settings
 from spbench.bench.tools.choose.learned import Learned, Waiting
 from spbench.bench.tools.choose.look import examine
-from spbench.bench.tools.choose.proofs import plan_budget
+from spbench.bench.tools.choose.proofs import _Row, _Sums, plan_budget
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import Seen
 from spbench.bench.tools.choose.references import BackendFigures, Depths, as_text, has_stages
@@ -245,6 +247,31 @@ MODEL = Cell(
 PHASES = ("forward", "backward", "optimizer")
 
 
+def measured_peaks(peaks: Sequence[int], seconds: float) -> dict[str, Any]:
+    """A measurement with these peaks of :data:`PHASES`, in bytes."""
+    anatomy = {
+        "ranks": [0],
+        "stage": None,
+        "moment": {"step": 1, "phase": "forward", "micro_batch": 1, "micro_batches": 1, "module": ""},
+        "peak_memory_bytes": max(peaks),
+        "reserved_memory_bytes": max(peaks),
+        "least_usable_bytes": max(peaks),
+        "held": {},
+        "parts": [],
+        "curve": {"event": [0, 10, 20], "activations": peaks},
+        "phases": [(phase, 10 * n) for n, phase in enumerate(PHASES)],
+        "events": 30,
+    }
+    return {
+        "status": "ok",
+        "by_class": [],
+        "meters": {ANATOMY: anatomy},
+        "peak_memory_bytes": max(peaks),
+        "usable_memory_bytes": 80 * GIB,
+        "step_time_s": seconds,
+    }
+
+
 class Landscape:
     """Memory and time by the settings of a cell, in place of traces: what each setting takes off each phase
     and adds to the step, the savings of two together up to 20% more or less than their sum; those of
@@ -280,27 +307,7 @@ class Landscape:
             start = self.drawn(phase).uniform(0.8, 1)
             peaks.append(int(GIB * max(0.05, start - bend * saved)))
         seconds = 1 + sum(share.get(each, 1) * self.drawn("time", each).uniform(-0.01, 0.2) for each in on)
-        anatomy = {
-            "ranks": [0],
-            "stage": None,
-            "moment": {"step": 1, "phase": "forward", "micro_batch": 1, "micro_batches": 1, "module": ""},
-            "peak_memory_bytes": max(peaks),
-            "reserved_memory_bytes": max(peaks),
-            "least_usable_bytes": max(peaks),
-            "held": {},
-            "parts": [],
-            "curve": {"event": [0, 10, 20], "activations": peaks},
-            "phases": [(phase, 10 * n) for n, phase in enumerate(PHASES)],
-            "events": 30,
-        }
-        return {
-            "status": "ok",
-            "by_class": [],
-            "meters": {ANATOMY: anatomy},
-            "peak_memory_bytes": max(peaks),
-            "usable_memory_bytes": 80 * GIB,
-            "step_time_s": seconds,
-        }
+        return measured_peaks(peaks, seconds)
 
     def verdict(self, change: Change) -> Verdict:
         cell = changed(MODEL, change.settings)
@@ -339,11 +346,33 @@ def test_some_layers_are_tried_where_they_may_be_enough(seed: int, monkeypatch: 
             assert_none_that_fits_costs_less(land, int(least + part * more), of_layers)
 
 
-def test_what_fits_needs_no_switch_and_what_cannot_has_none() -> None:
+def test_the_cheapest_of_a_million_sets_of_independent_switches() -> None:
+    """Of 20 switches, beside the sums of all sets."""
+    n, chance, before = 20, np.random.default_rng(0), [GIB, 9 * GIB // 10, GIB]
+    saved, costs = chance.integers(0, GIB // 10, (n, len(PHASES))), chance.uniform(0, 0.2, n)
+    one, *others = (
+        Verdict(MODEL, measured_peaks(np.subtract(before, own).tolist(), 1 + float(more)))
+        for own, more in zip([0 * saved[0], *saved], [0.0, *costs], strict=True)
+    )
+    rows = [_Row(Change({f"model_options.{at}": True}, ""), each) for at, each in enumerate(others)]
+    every = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
+    need = np.array(before) - GIB // 2
+    shortest = np.sort((every @ costs)[(every @ saved >= need).all(axis=1)])[:3]
+    budget = one.memory.total_bytes - GIB // 2
+    next(_Sums(one, rows[:2], budget).cheapest([0]), None)  # imports scipy.optimize
+    begun = time.process_time()
+    sets = [*itertools.islice(_Sums(one, rows, budget).cheapest(range(n)), 3)]
+    assert time.process_time() - begun < 1
+    assert [costs[[*taken]].sum() for _, taken in sets] == pytest.approx(shortest)
+
+
+def test_what_fits_needs_no_switch_and_what_cannot_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     land = Landscape(1)
     enough = plan_budget(MODEL, 2 * GIB, cast(Asking, land))
     assert (enough.chosen, enough.alone, land.traced) == (enough.before, (), 1)
     assert plan_budget(MODEL, GIB // 100, cast(Asking, land)).chosen is None
+    monkeypatch.setattr(suggestions, "switches", lambda cell: [])
+    assert plan_budget(MODEL, GIB // 2, cast(Asking, land)).chosen is None
 
 
 @pytest.mark.parametrize(
