@@ -250,22 +250,12 @@ def test_what_takes_longer_and_needs_no_fewer_bytes_is_left_out() -> None:
     assert others.tolist() == [[False, True, False, True], [True, True, False, True]]
 
 
-@pytest.mark.parametrize(
-    ("times", "fitting", "families", "left"),
-    [
-        ([[1.0, 1.2, 0.9]], [[1, 1, 1]], [0], [[2]]),
-        ([[0.5, 1.0, 1.0, 1.3]], [[0, 1, 1, 1]], [0], [[0, 1, 2]]),  # the first may not fit
-        ([[1.0, 1.1]], [[0, 0]], [0], [[0, 1]]),
-        # a backend of the family that surely fits leaves out slower ones that hold less on cards
-        ([[1.0, 1.2], [1.1, 0.9]], [[1, 1], [1, 1]], [0, 0], [[], [1]]),
-        ([[1.0, 1.2], [1.1, 0.9]], [[1, 1], [1, 1]], [0, 1], [[0], [1]]),
-    ],
-)
-def test_of_a_family_none_is_promising_that_is_slower_than_what_surely_fits(
-    times: list[list[float]], fitting: list[list[int]], families: list[int], left: list[list[int]]
-) -> None:
-    (kept,) = promising(np.array([times]), np.array([fitting], dtype=bool), np.array(families))
-    assert [np.flatnonzero(row).tolist() for row in kept] == left
+def test_none_is_promising_that_is_slower_than_what_surely_fits_of_its_family() -> None:
+    times = np.array([[[1.0, 1.2, 0.9], [1.1, 0.5, 0.9]]])
+    fitting = np.array([[[True, True, True], [True, False, False]]])
+    together = [[False, False, True], [False, True, True]]
+    assert promising(times, fitting, np.array([0, 0]))[0].tolist() == together
+    assert promising(times, fitting, np.array([0, 1]))[0].tolist() == [together[0], [True] * 3]
 
 
 def test_what_takes_far_longer_than_five_that_probably_fit_is_no_candidate() -> None:
