@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
@@ -20,6 +19,7 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.grid import attend_along, whole_attention
 from spbench.impls.strategies.nesting import all_pairs
 from spbench.impls.strategies.ulysses import Ulysses
+from tests.cells import make_cell
 from tests.measure.verify.assertions import assert_green, assert_red
 
 TINY = model_preset("st-dit-tiny", {"layers": 1})
@@ -82,15 +82,8 @@ def test_a_frame_attends_to_those_that_other_ranks_have_at_its_place_among_their
 
 
 def test_a_block_sends_ten_times_what_a_rank_holds_and_ulysses_four() -> None:
-    cell = Cell(
-        model="st-dit-tiny",
-        strategy="ulysses_opensora",
-        model_options={"layers": 1},
-        sizes={"sp": 4},
-        batch=1,
-        seq_len=24,
-        precision="fp32",
-    )
+    options = {"layers": 1}
+    cell = make_cell("st-dit-tiny", "ulysses_opensora", {"sp": 4}, 1, 24, "fp32", model_options=options)
     whole = TINY.hidden * 24 * 4  # bytes of B T S H
     (planned,) = plan(cell).traffic
     forward: Counter[str] = Counter()

@@ -30,6 +30,7 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.pipeline import summed
 from spbench.impls.training.step import PRECISIONS, Precision, Training, default_dtype, initialize
 from spbench.impls.training.turns import Turns
+from tests.cells import make_cell
 from tests.grid import data, tabled
 from tests.slow import slow
 
@@ -508,16 +509,10 @@ def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp:
 
 def interleaved_cell(pp: int, virtual_stages: int, strategy: str = "single", **axes: int) -> Cell:
     interleaved = {"schedule": "interleaved", "virtual_stages": virtual_stages} if virtual_stages > 1 else {}
-    return Cell(
-        model="bert-tiny",
-        strategy=strategy,
-        sizes=Sizes(pp=pp, **axes),
-        batch=16,
-        seq_len=SEQ_LEN,
-        precision="fp16",
-        model_options={"layers": 8, "vocabulary_multiple": 2},
-        training=TrainingOptions.model_validate({"micro_batches": 8, **interleaved}),
-        cluster="dgx-a100",
+    fields = {"model_options": {"layers": 8, "vocabulary_multiple": 2}, "cluster": "dgx-a100"}
+    training = {"micro_batches": 8, **interleaved}
+    return make_cell(
+        "bert-tiny", strategy, {"pp": pp, **axes}, 16, SEQ_LEN, "fp16", training=training, **fields
     )
 
 

@@ -25,6 +25,7 @@ from spbench.bench.tools.run.run_output import result_table, verdict
 from spbench.bench.units import shown_time
 from spbench.impls.discovery import DiscoveryError
 from spbench.impls.registries import model_preset
+from tests.cells import make_cell
 from tests.terminal import faults_of, screen_of
 from tests.tools.commands.conftest import Run
 
@@ -159,14 +160,8 @@ def test_losses_have_columns_of_their_models() -> None:
     """BERT has two losses, a causal model one of another name."""
     rows = []
     for name in ("bert-mini", "tnl-mini", "tnl-mini"):
-        cell = Cell(
-            model=name,
-            strategy="single",
-            batch=len(rows) + 1,
-            seq_len=8,
-            engine="distributed",
-            learning=Learning(steps=2),
-        )
+        fields = {"engine": "distributed", "learning": Learning(steps=2)}
+        cell = make_cell(name, "single", {}, len(rows) + 1, 8, "fp32", **fields)
         losses = [{"step": n, **dict.fromkeys(model_preset(name, {}).losses, 1 / n)} for n in (1, 2)]
         rows.append(as_row(cell, Outcome("ok", "", Measurement(losses=losses).as_dict())))
     rows[2].measurement.losses = []

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell, Sizes
+from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.sweep.results import read_rows
@@ -29,18 +29,11 @@ from spbench.bench.tools.report.pages.strategies_page import (
     scenario_lines,
     verdict_lines,
 )
+from tests.cells import make_cell
 from tests.tools.commands.test_list import GREEN, MADE, RED
 
-LASP = Cell(
-    model="tnl-tiny",
-    strategy="lasp",
-    sizes=Sizes(sp=4),
-    batch=4,
-    seq_len=96,
-    model_options={"layers": 1},
-    cluster="dgx-a100-datasheet",
-    precision="bf16",
-)
+FIELDS = {"model_options": {"layers": 1}, "cluster": "dgx-a100-datasheet"}
+LASP = make_cell("tnl-tiny", "lasp", {"sp": 4}, 4, 96, **FIELDS)
 
 
 def kept_rows(results: Path) -> list[dict[str, Any]]:
