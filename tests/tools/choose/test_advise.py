@@ -146,8 +146,8 @@ def test_a_plugin_is_advised_as_ours_are(advise: Run, tmp_path: Path) -> None:
     (answer,) = json.loads(out)
     assert {each["strategy"] for each in answer["layouts"]} == {"gathered_attention", "tensor_parallel"}
     assert answer["question"]["model"] == "one-layer-lm-tiny"
-    wrong = text.replace("gathered_attention", "wrong").replace("gqa=True", "gqa=True, scale=0.1")
-    (tmp_path / "wrong.py").write_text(wrong)
-    code, out, message = advise(*words, "--only", "wrong,tensor_parallel,ddp", "--strategy", "wrong.py")
+    wrong = text.replace("gathered_attention", "misscaled").replace("gqa=True", "gqa=True, scale=0.1")
+    (tmp_path / "other.py").write_text(wrong)  # a process keeps its files' classes, so names are unlike
+    code, out, message = advise(*words, "--only", "misscaled,tensor_parallel,ddp", "--strategy", "other.py")
     assert (code, out) == (2, "")
     assert "not measured, as verification is red: wrong in forward" in message
