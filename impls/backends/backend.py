@@ -290,13 +290,13 @@ class Backend(ABC):
 
     @classmethod
     def shares_whole_weights(cls, options: Any) -> bool:
-        """Whether, under these options, each rank updates some whole weights, so that ranks hold and send
-        different numbers of bytes."""
+        """Whether, under these options, each rank updates some whole weights, or keeps the whole gradients of
+        some, so that ranks hold, and may send, different numbers of bytes."""
         return False
 
     @classmethod
     def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
-        """The number of elements that the rank at each place updates, if each rank updates whole weights."""
+        """The number of elements that the rank at each place has whole (:meth:`shares_whole_weights`)."""
         module, elements = step.build(), [0] * len(places)
         for axes, parameters in by_partial_axes(trained_parameters(module), step.strategy).items():
             summed = summed_axes(axes)
@@ -308,7 +308,7 @@ class Backend(ABC):
     def whole_weights(
         cls, module: nn.Module, parameters: list[nn.Parameter], ranks: int
     ) -> Mapping[int, int]:
-        """The number of elements of which each rank has whole weights, if ``ranks`` share out parameters."""
+        """For each rank, the elements of the weights that it has whole, if ``ranks`` share out parameters."""
         raise NotImplementedError
 
     @classmethod

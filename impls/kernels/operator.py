@@ -81,8 +81,8 @@ def operator(
 
 
 def keeping_inputs(run: Callable[..., torch.Tensor], gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """The function ``run`` of tensors or None for autograd, which keeps only the inputs for backward.
-    ``gradients`` takes the gradient of the result and the inputs, and returns the gradients of the inputs."""
+    """The function ``run``, whose arguments are tensors or None, with gradients; autograd keeps only the
+    arguments. ``gradients`` takes the result's gradient and the arguments, and returns theirs."""
 
     class KeepsInputs(torch.autograd.Function):
         @staticmethod

@@ -43,7 +43,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
     """The classes of all ranks of a cell: by pipeline stage, then along each axis of the strategy by
     :meth:`Strategy.roles` and by work, except on an axis where one rank's step contains the work of all ranks
     (:func:`marked_axis`). The first class of a stage sends most. The first rank of a class has the experts
-    with most tokens (:func:`fullest_rank`), or updates most weights if ranks share out whole weights."""
+    with most tokens (:func:`fullest_rank`), or has most weights whole if ranks share out whole weights."""
     sizes, strategy, marked = cell.mesh_sizes, impls.nesting(cell.strategy), unlike_ranks.marked_axis(cell)
     along_axes, rows = [], unlike_ranks.expert_rows(cell)
     for axis in strategy.axes:
@@ -68,7 +68,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
 
 
 def shares_whole_weights(cell: Cell) -> bool:
-    """Whether the backend gives each rank whole weights to update, so that ranks of a class update others."""
+    """Whether ranks of a class have unlike weights, or gradients of weights, whole."""
     if cell.training.step == "inference":
         return False
     backend = impls.backend_class(cell.training.backend)
@@ -76,7 +76,7 @@ def shares_whole_weights(cell: Cell) -> bool:
 
 
 def _heaviest(cell: Cell, ranks: Sequence[int]) -> int:
-    """The index, among the ranks of a class, of the rank that updates most weights."""
+    """The index, among the ranks of a class, of the rank that has most weights, or gradients, whole."""
     step = planned_step(cell, ranks[0], [])
     places = [impls.Place.of_rank(cell.mesh_sizes, rank) for rank in ranks]
     held = impls.backend_class(cell.training.backend).updated_elements(step, places)
