@@ -48,8 +48,8 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     if kind == "model":
         allowed = [*allowed, *(each.name for each in impls.published_models())]
     here = NAMES["elsewhere"].get(kind, {}).get(name.lower())
-    listed = LISTED.get(kind)
-    mend = f"; here that is {here}" if here else suggestion(name, allowed, f"spbench list {listed}")
+    listed = f"spbench list {LISTED[kind]}" if kind in LISTED else ""
+    mend = f"; here that is {here}" if here else suggestion(name, allowed, listed)
     mend = (remote_name(name) if kind == "model" else "") or mend
     file = f"; or give the path of a {NAMES['files'][kind]}" if kind in NAMES["files"] else ""
     return f"unknown {kind} {shown(name)}{mend}{file}"

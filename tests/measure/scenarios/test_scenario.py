@@ -274,6 +274,9 @@ def test_lists_of_orders_multiply(tmp_path: Path) -> None:
     assert chosen(of, where=[("mesh", UNSET)]) == ["dp2xsp2", "dp2xsp4"]
     with pytest.raises(UserError, match=r"has mesh dp sp; they have: unset, sp dp, tp dp$"):
         chosen(of, where=[("mesh", "dp sp")])
+    # no command lists settings, so none is named
+    with pytest.raises(UserError, match=r"unknown setting 'world_size' \(none of \d+ is like it\)$"):
+        chosen(of, where=[("world_size", "8")])
 
 
 def test_a_variant_may_have_an_order(tmp_path: Path) -> None:
