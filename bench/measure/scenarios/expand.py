@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from os.path import lexists
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.scenarios import choices
 from spbench.bench.setting_values import DOCUMENTS, names_a_file, read_model_file, with_documents
-from spbench.bench.yaml_files import dotted, first_problem, merge
+from spbench.bench.yaml_files import SUFFIXES, dotted, first_problem, merge
 from spbench.impls import unused_axes
 
 Path_ = tuple[str, ...]
@@ -209,15 +210,11 @@ def _at(settings: Any, path: Sequence[str | int]) -> Any:
 
 
 def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
-    for key in ("step", "strategy", "model"):
+    for path in (("step",), ("strategy",), ("model",), ("cluster",), ("model_options", DOCUMENTS)):
         try:
-            content = _with_file(content, key, folder)
+            content = _with_file(content, path[-1], folder)
         except UserError as error:
-            raise Problem(_origin((key,), layers), str(error)) from error
-    try:
-        content = with_documents(content, folder)
-    except UserError as error:
-        raise Problem(_origin(("model_options", DOCUMENTS), layers), str(error)) from error
+            raise Problem(_origin(path, layers), str(error)) from error
     return checked(content, lambda at, said: Problem(_origin(at, layers), said + _sweep(content, at)))
 
 
@@ -239,18 +236,21 @@ def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
     return "; a list here is no sweep: write a group, or a variant, for each value"
 
 
-def _with_file(
-    content: Mapping[str, Any], key: Literal["step", "strategy", "model"], folder: Path
-) -> Mapping[str, Any]:
-    """The settings, in which a path of a Python file is replaced by the name of the strategy or model that
-    the file defines, a path of a config.json gets the fields of that file that count, and a user's step
-    becomes a model."""
+def _with_file(content: Mapping[str, Any], key: str, folder: Path) -> Mapping[str, Any]:
+    """The settings, in which the name of the strategy or model that a Python file defines replaces its path;
+    the content of a config.json, or of a file of documents, is there as far as it counts; the path of a
+    cluster's file starts from the working directory; and a user's step is a model."""
+    if key == DOCUMENTS:
+        return with_documents(content, folder)
     value = content.get(key)
     if key == "step" and value is not None:
         return choices.with_step(content, folder)
+    if key == "cluster":
+        path = folder / Path(str(value)).expanduser()
+        return {**content, key: str(path)} if path.suffix in SUFFIXES and lexists(path) else content
     if key == "step" or not isinstance(value, str) or content.get("strategy") == OWN_STEP:
         return content
-    name, *others = choices.cell_names(key, value, folder)
+    name, *others = choices.cell_names("model" if key == "model" else "strategy", value, folder)
     if others:
         raise UserError(f"{value} has several: {', '.join([name, *others])}; write {value}:{name}")
     if key == "model" and names_a_file(name):

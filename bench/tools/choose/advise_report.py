@@ -21,6 +21,7 @@ from spbench.bench.tools.choose.possible import left_out_by_length
 from spbench.bench.tools.choose.question import question, whole_numbers
 from spbench.bench.tools.choose.ranking import Seen, simpler
 from spbench.bench.tools.jobs.flags import program_flags
+from spbench.bench.tools.jobs.job import seen_from
 from spbench.bench.units import GIB
 from spbench.bench.yaml_text import dump
 from spbench.impls import PLUS, model_preset
@@ -52,7 +53,8 @@ def report(
         details += _details(answer)
     if output is not None:
         cells = [seen.cell for answer in answers for seen in answer.ranked]
-        files.append(write_whole(output, scenario_text(cells, "The best layouts of spbench advise")))
+        text = scenario_text(cells, "The best layouts of spbench advise", output.expanduser().parent)
+        files.append(write_whole(output, text))
     if figure is not None:
         files.append(_drawn(answers, figure))
     table = [line for answer in answers for line in answer.table()]
@@ -61,12 +63,14 @@ def report(
     return Output(sections, content, table, notes=notes, files=files, details=details)
 
 
-def scenario_text(cells: Sequence[Cell], title: str) -> str:
-    """The text of a scenario file with these cells, for `spbench run`, `verify`, `trace` and `fit`."""
+def scenario_text(cells: Sequence[Cell], title: str, folder: Path) -> str:
+    """The text of a scenario file in ``folder`` with these cells, for `spbench run`, `verify`, `trace` and
+    `fit`."""
     left_out = {"engine", "timing", "model_config_json"}
     groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
     for group in groups:
         group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
+        group |= {key: seen_from(folder, group[key]) for key in ("model", "cluster") if key in group}
     return dump({"title": title, "groups": groups})
 
 

@@ -14,6 +14,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.fit_verdict import TABLES
 from spbench.bench.tools.choose.suggestions import micro_batch_of, usual_placement, usual_strategies
+from spbench.bench.tools.jobs.job import beyond_positions
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.impls import MESH_AXES, model_preset, nesting, set_options, unused_axes
 
@@ -87,6 +88,8 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     # cells that differed only in a setting that is changed are equal now: one of them is enough
     distinct = {cell.key: cell for cell in changed_cells}.values()
     checked_cells = [_checked(cell, asked.micro_batch) for cell in distinct]
+    folder = Path(first).parent if kind == "scenario" else Path()
+    remarks += filter(None, dict.fromkeys(beyond_positions(cell, folder) for cell in checked_cells))
     return Subject(checked_cells, remarks, program, said, Path(first).name if kind == "job" else "")
 
 

@@ -9,11 +9,11 @@ from typing import Any, Final, Literal
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
-from spbench.bench.files import resolved
+from spbench.bench.files import parse_json, read_file, resolved
 from spbench.bench.measure import Problem, changed, expand, utilization
-from spbench.bench.setting_values import names_a_file
+from spbench.bench.setting_values import CONFIG, names_a_file
 from spbench.bench.units import claim
-from spbench.bench.yaml_files import nested
+from spbench.bench.yaml_files import SUFFIXES, nested
 from spbench.bench.yaml_text import comment, scalar
 from spbench.impls import model_preset, nesting
 
@@ -166,7 +166,7 @@ class Job:
         """The text of a scenario file with this cell; a comment on each line names the argument of the line.
 
         Args:
-            folder: the folder of the file; a model's path in the file starts from this folder.
+            folder: the folder of the file; paths of a model and a cluster in the file start from there.
 
         Raises:
             UserError: an argument is refused or unknown, or the settings cannot be together.
@@ -176,7 +176,8 @@ class Job:
         lines += [f"title: {scalar(self.title)}", "groups:"]
         sources = {setting.path: setting.source for setting in self.settings}
         content = self.content()
-        body = [*_lines(content | {"model": _seen_from(folder, content["model"])}, "", sources)]
+        seen = {key: seen_from(folder, content[key]) for key in ("model", "cluster")}
+        body = [*_lines(content | seen, "", sources)]
         for number, (text, source) in enumerate(body):
             line = ("  - " if number == 0 else "    ") + text
             lines.append(f"{f'{line} '.ljust(_COMMENT_COLUMN)}{comment(source)}" if source else line)
@@ -193,15 +194,24 @@ class Job:
         yield from (f"unknown to this version and left out: {each}" for each in self.of("unknown"))
 
 
-def _seen_from(folder: Path, model: str) -> str:
-    """A model's path from the current folder, rewritten as a path from ``folder``; a name is unchanged."""
-    path = Path(model).expanduser()
-    if not names_a_file(model) or not lexists(path) or path.is_absolute():
-        return model
-    if (start := resolved(folder)) == resolved(Path()):
-        return model
+def seen_from(folder: Path, text: str) -> str:
+    """A path from the current folder, rewritten as a path from ``folder``; a name is unchanged."""
+    path, start = Path(text).expanduser(), resolved(folder)
+    is_path = (names_a_file(text) or path.suffix in SUFFIXES) and lexists(path) and not path.is_absolute()
+    if not is_path or start == resolved(Path()):
+        return text
     seen = relpath(resolved(path.parent) / path.name, start)
     return seen if names_a_file(seen) else f"./{seen}"
+
+
+def beyond_positions(cell: Cell, folder: Path = Path()) -> str:
+    """A remark if the sequences of a cell have more positions than the config.json of its model says, which
+    with RoPE is no error; else "". The path of the model starts from ``folder``."""
+    path = folder / Path(cell.model).expanduser()
+    path = path / CONFIG if path.is_dir() else path
+    is_there = names_a_file(cell.model) and path.is_file()
+    content = parse_json(path, read_file(path)) if is_there else {}
+    return TABLES.text("beyond", cell, content=content, path=path)
 
 
 def short(text: str) -> str:

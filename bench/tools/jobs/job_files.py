@@ -19,7 +19,7 @@ from spbench.bench.errors import shown as quoted
 from spbench.bench.files import decoded, parse_json, read_file, resolved, write_whole
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.tools.jobs.argument_tables import table_content
-from spbench.bench.tools.jobs.job import TABLES, Job, beside_peak
+from spbench.bench.tools.jobs.job import TABLES, Job, beside_peak, beyond_positions
 from spbench.bench.yaml_files import parse_yaml
 
 #: the most bytes of a job's file, because such files are written by hand
@@ -284,6 +284,8 @@ def imported(
     """The output of `spbench import`; the arguments are the options of the command."""
     kind, files = _kind_and_files(words)
     job = read_job(kind, files, gpus=gpus, cluster=cluster, environment=given_values(given), strict=strict)
+    if not explain:
+        job = replace(job, remarks=[*filter(None, [*job.remarks, beyond_positions(job.cell())])])
     if measured:
         records = beside_peak(job.cell(), measured)
         return Output([each["words"] for each in records], records, records, notes=job.warnings)

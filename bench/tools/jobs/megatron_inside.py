@@ -10,7 +10,7 @@ Such keys are Megatron-LM's arguments with underscores: for example ``sequence_p
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -202,9 +202,7 @@ def _argument(key: str, value: Any) -> tuple[str, list[str]]:
     if isinstance(value, bool):
         if value:
             return (f"--{word}", []) if argument is not None and not argument.takes else ("", [])
-        stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]
-        off = [f"--{switch}{stem}" for stem in stems for switch in _OFF]
-        return next((each for each in off if each in of_megatron), ""), []
+        return next(_switches(word, _OFF), ""), []
     values = value if isinstance(value, list) else [value]
     return f"--{word}", [
         str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in values
@@ -243,15 +241,14 @@ def _outcomes(
             argument = of_program[key]
         if argument is not None:
             yield replace(argument, name=key, value=f"= {shown(value)}")
-        elif _is_known(word):
+        elif any(_switches(word.replace("_", "-"), ("", *_OFF))):
             yield Argument(key, f"= {shown(value)}", "no effect", "is so without it")
         else:
             yield Argument(key, f"= {shown(value)}", "unknown", "")
 
 
-def _is_known(key: str) -> bool:
-    """Whether Megatron-LM has a switch that turns a key on or off."""
-    of_megatron = argument_table("megatron").arguments
-    word = key.replace("_", "-")
+def _switches(word: str, prefixes: Sequence[str]) -> Iterator[str]:
+    """Megatron-LM's switches of a key's name ``word``, with dashes, behind one of ``prefixes``."""
     stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]
-    return any(f"--{switch}{stem}" in of_megatron for stem in stems for switch in ("", *_OFF))
+    every = (f"--{prefix}{stem}" for stem in stems for prefix in prefixes)
+    return (each for each in every if each in argument_table("megatron").arguments)

@@ -45,19 +45,6 @@ def set_hybrid(account: Account) -> bool:
     return bool(pattern)
 
 
-def stages_of(account: Account, stages: int) -> Sequence[int]:
-    """The number of layers of each part of a hybrid's pipeline; empty, with a problem, if the number of parts
-    is no multiple of ``stages``."""
-    sizes = layers_of_stages(account)
-    if len(sizes) % stages:
-        account.problems.append(
-            f"a hybrid's pattern of {len(sizes)} parts is for no --pipeline-model-parallel-size {stages}; "
-            "set | between the stages"
-        )
-        return []
-    return sizes
-
-
 def set_layers_with_experts(account: Account) -> None:
     """Set which layers have experts: each N-th layer, or the layers with a 1 in a list of 0 and 1."""
     name, layers = "--moe-layer-freq", account.facts["layers"]
@@ -172,11 +159,8 @@ def set_schedule(account: Account) -> None:
         sizes = _layers_by_layout(account, layout, stages, layers)
         if sizes is None:
             return
-        if len({*sizes}) > 1:
-            account.set("training.stage_layers", sizes, _LAYOUT)
-        chunks, name = len(sizes) // stages, _LAYOUT
-        account.ignore("the stages have as many layers anyway", _LAYOUT)
-        _set_interleaving(account, stages, chunks, name)
+        _set_sizes(account, sizes, _LAYOUT)
+        _set_interleaving(account, stages, len(sizes) // stages, _LAYOUT)
         return
     if pattern_of(account):
         _set_hybrid_stages(account, stages)
@@ -202,15 +186,24 @@ def set_schedule(account: Account) -> None:
 
 
 def _set_hybrid_stages(account: Account, stages: int) -> None:
-    """Set the layers of a hybrid's stages, between which the hybrid's pattern has bars."""
+    """Set the layers of a hybrid's stages, between which the hybrid's pattern has bars; a problem if the
+    number of its parts is no multiple of ``stages``."""
     for name in (*_CHUNKS, *_PIPELINE_SPLITS):
         account.refuse_given("stages of a hybrid that its pattern does not say: not modelled", name)
-    if sizes := stages_of(account, stages):
-        if len({*sizes}) > 1:
-            account.set(
-                "training.stage_layers", [*sizes], "--hybrid-layer-pattern", "--hybrid-override-pattern"
-            )
-        _set_interleaving(account, stages, len(sizes) // stages, "--hybrid-layer-pattern")
+    sizes = layers_of_stages(account)
+    if len(sizes) % stages:
+        parts = f"a hybrid's pattern of {len(sizes)} parts is for no --pipeline-model-parallel-size {stages}"
+        account.problems.append(f"{parts}; set | between the stages")
+        return
+    _set_sizes(account, sizes, _PATTERN, _OLD)
+    _set_interleaving(account, stages, len(sizes) // stages, _PATTERN)
+
+
+def _set_sizes(account: Account, sizes: Sequence[int], *names: str) -> None:
+    """Set the number of layers of each stage, which the arguments ``names`` say, unless all have as many."""
+    if len({*sizes}) > 1:
+        account.set("training.stage_layers", sizes, *names)
+    account.ignore("the stages have as many layers anyway", *names)
 
 
 def _set_interleaving(account: Account, stages: int, chunks: int, name: str) -> None:
@@ -245,10 +238,7 @@ def _set_stages(account: Account, layers: int, stages: int, chunks: int) -> None
     sizes = [n // chunks for n in of_rank] * chunks
     sizes[0] -= embedding
     sizes[-1] -= loss
-    if len({*sizes}) > 1:
-        account.set("training.stage_layers", sizes, *_PIPELINE_SPLITS)
-    else:
-        account.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
+    _set_sizes(account, sizes, *_PIPELINE_SPLITS)
 
 
 def _layers_by_layout(account: Account, layout: str, stages: int, layers: int) -> list[int] | None:

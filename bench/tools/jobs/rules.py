@@ -79,9 +79,9 @@ def _word_holds(account: Account, word: str) -> bool:
         value = written(account.known(name))
         result = any(fnmatchcase(value, each) if "*" in each else value == each for each in text.split("|"))
     else:
-        value = account.known(name)
-        number = float(text) if text[:1].isdecimal() else account.known(text)
-        result = isinstance(value, int | float) and (value > number if sign == ">" else value < number)
+        value, number = account.known(name), float(text) if text[:1].isdecimal() else account.known(text)
+        are_numbers = isinstance(value, int | float) and isinstance(number, int | float)
+        result = are_numbers and (value > number if sign == ">" else value < number)
     return bool(result) != bool(negated)
 
 

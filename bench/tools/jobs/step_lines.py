@@ -5,8 +5,9 @@ A line of that section says which keys give a field; the :mod:`rules` have most 
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -123,32 +124,24 @@ def precision_of(account: Account, bf16: Sequence[str], fp16: Sequence[str]) -> 
     return Said(value, names, "" if names else "neither bf16 nor fp16")
 
 
-def _product(account: Account, line: Rule) -> Said:
-    """The line ``product``: the values of keys multiplied, where a null of a key after the first counts as 1;
-    null if the first is no positive number. ``from``: the keys of the source, if they are others."""
-    first, *others = line["product"].split()
-    value = account.value(first)
-    known = isinstance(value, int) and value > 0
-    product = math.prod([value, *(account.value(name) or 1 for name in others)]) if known else None
-    return Said(product, account.given_of(*line.get("from", line["product"]).split()), line.get("note", ""))
+#: the words of lines that compute a value from the numbers of several keys, with what they compute; None: no
+#: whole number
+_COMPUTED: Mapping[str, Callable[..., int | None]] = {
+    "product": lambda first, *others: first * math.prod(others) if first > 0 else None,
+    "quotient": lambda first, *others: (
+        first // by if (by := math.prod(others)) > 0 and first % by == 0 else None
+    ),
+    "sum": lambda *numbers: sum(numbers),
+}
 
 
-def _quotient(account: Account, line: Rule) -> Said:
-    """The line ``quotient``: the value of the first key divided by those of the others; null if that is no
-    whole number."""
-    first, *others = (account.known(name) for name in line["quotient"].split())
-    by = math.prod(others) if all(isinstance(each, int) for each in others) else 0
-    whole = isinstance(first, int) and by > 0 and first % by == 0
-    names = [name for name in line["quotient"].split() if not name.startswith("$")]
-    return Said(first // by if whole else None, account.given_of(*names))
-
-
-def _sum(account: Account, line: Rule) -> Said:
-    """The line ``sum``: the values of keys added up; null if one is no number."""
-    names = line["sum"].split()
-    values = [account.value(name) for name in names]
-    whole = all(isinstance(value, int) for value in values)
-    return Said(sum(values) if whole else None, account.given_of(*names))
+def _computed(word: str, account: Account, line: Rule) -> Said:
+    """A line of :data:`_COMPUTED`, null if a key has no whole number; in a product a null or 0 of a key after
+    the first counts as 1. ``from``: the keys of the source, if they are others."""
+    first, *others = map(account.known, line[word].split())
+    numbers = [first, *((each or 1) if word == "product" else each for each in others)]
+    value = _COMPUTED[word](*numbers) if all(isinstance(each, int) for each in numbers) else None
+    return Said(value, account.given_of(*line.get("from", line[word]).split()), line.get("note", ""))
 
 
 def _accumulation(account: Account, line: Rule) -> Said:
@@ -284,11 +277,11 @@ def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tu
 
 
 _READERS = (
-    *(_names, _words_of, _torchao, _bits, _precision, _product, _sum, _quotient, _accumulation),
-    *(_adapters, _matched, _deepspeed),
+    *(_names, _words_of, _torchao, _bits, _precision, _accumulation, _adapters, _matched, _deepspeed),
 )
 #: the functions that read lines of a step, by the word by which they know their line
 FUNCTIONS: Functions = {
     "modules": lambda account, line: named_modules(account, line["modules"]),
+    **{word: partial(_computed, word) for word in _COMPUTED},
     **{reader.__name__.removeprefix("_"): reader for reader in _READERS},
 }

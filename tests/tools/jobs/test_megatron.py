@@ -120,10 +120,13 @@ def test_sequences_are_cut_into_two_chunks_a_rank() -> None:
     of_parts = job("--context-parallel-size 2")
     assert of_parts.refusal() == ""
     assert {s.path: s.value for s in of_parts.settings}["model_options.attention_dropout"] == 0.0
-    long = job("", sizes=SIZES.replace("128", "65536"))
-    assert any(
-        "a mask of 8.00 GiB" in remark and "--no-create-attention" in remark for remark in long.remarks
-    )
+
+
+@tabled(__file__, "what_a_long_job_should_know_is_remarked")
+def test_what_a_long_job_should_know_is_remarked(arguments: str, old: str, new: str, said: str) -> None:
+    remarks = job(arguments, sizes=SIZES.replace(old, new)).remarks
+    told = [each for each in remarks if re.search("a mask of|sequences of", each)]
+    assert [said in each for each in told] == [True] * bool(said)
 
 
 def test_gpus_and_cluster_must_be_known() -> None:
