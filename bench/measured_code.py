@@ -24,7 +24,7 @@ from spbench.impls import plugin_files
 NOT_MEASURING = frozenset(
     {
         *("command_line", "tools", "measure/scenarios", "measure/sweep", "measure/trust", "measure/verify"),
-        *("errors.py", "git.py", "measured_code.py", "row.py", "units.py"),
+        *("errors.py", "git.py", "measured_code.py", "row.py", "units.py", "verdicts.py"),
     }
 )
 

@@ -1,13 +1,15 @@
-"""A row, the result of a cell: its schema, and how a line of a results file is read and written."""
+"""A row, the result of a cell: its schema, its line of a results file, and the commit that it is from."""
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, StringConstraints, ValidationError
 from typing_extensions import TypedDict
 
+from spbench.bench.errors import UserError
+from spbench.bench.git import DIRTY
 from spbench.bench.measurement import Count, Measured, Number, Record, Status, Text, described_by
 from spbench.bench.yaml_files import dotted
 
@@ -176,3 +178,42 @@ def finite(value: Any, by: float | None = None) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(inner, by) for inner in value]
     return value
+
+
+#: the keys of the commit of spbench's own code, and of the commit of the project around the working folder
+COMMITS = ("commit", "project_commit")
+
+
+def commit_of(row: Mapping[str, Any]) -> str:
+    """The commit of a row: the project's in which spbench ran, else spbench's own; "" without a
+    repository."""
+    made_by = row.get("provenance") or {}
+    return made_by.get("project_commit") or made_by.get("commit") or ""
+
+
+def check_same_code(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Refuse rows of changed files, and rows of several commits: readers of the numbers must be able to get
+    the code that made them all.
+
+    Args:
+        rows: the rows by scenario.
+
+    Raises:
+        UserError: names the scenario and the remedy.
+    """
+    first: dict[str, tuple[str, str]] = {}
+    for scenario, of_scenario in rows.items():
+        for row in of_scenario:
+            for which in COMMITS:
+                commit = (row.get("provenance") or {}).get(which) or ""
+                if commit.endswith(DIRTY):
+                    raise UserError(
+                        f"{scenario}: rows come from code that is in no commit ({commit}), so that "
+                        "nothing is written; commit it, and run again with --fresh"
+                    )
+                other, first_commit = first.setdefault(which, (scenario, commit))
+                if commit != first_commit:
+                    raise UserError(
+                        f"{scenario}: rows come from commit {commit or 'unknown'}, rows of {other} from "
+                        f"{first_commit or 'unknown'}, so that nothing is written; run again with --fresh"
+                    )

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from spbench.bench.files import write_whole
 from spbench.bench.measure.verify import proof
-from spbench.bench.measure.verify.verdicts import (
+from spbench.bench.verdicts import (
     CASE,
     RUN,
     SUMMARY_FILE,

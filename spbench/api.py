@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line.record_forms import as_frame
 from spbench.bench.errors import UserError
 from spbench.bench.measure import RESULTS_FILE, Narrowing, Scenario, read_rows
 from spbench.bench.measure.scenarios.expand import impossible
-from spbench.bench.measure.sweep.results import ResultsFile, as_frame
+from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import sweep
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import dotted

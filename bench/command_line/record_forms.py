@@ -1,21 +1,29 @@
 """Records and tables that a YAML file of a room describes, so that their fields stand together as data; the
-table of memory, which several commands show; and simulated times as text, with their intervals."""
+table of memory, which several commands show; simulated times as text, with their intervals; and rows as flat
+records, or as a pandas frame."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import ChainableUndefined, Environment, Undefined
 from jinja2.meta import find_undeclared_variables
 
-from spbench.bench import units
+from spbench import impls
+from spbench.bench import measure, units
+from spbench.bench.cell import OWN_STEP
 from spbench.bench.command_line.output import Table
-from spbench.bench.measure import ErrorModel
+from spbench.bench.row import Row
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.units import shown_time
 from spbench.bench.yaml_files import read_yaml
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 class RecordForms:
@@ -166,7 +174,7 @@ def shown_band(measured: Mapping[str, Any]) -> str:
         return shown_time(step_time_s)
     rates, lacks = measured.get("rates") or "", measured.get("lacks")
     marked = _MARKED | {name: f", {name}" for name in STOOD_IN}
-    word = f", no rate of {lacks}" if lacks and rates in ErrorModel.NO_RATE else marked.get(rates, "")
+    word = f", no rate of {lacks}" if lacks and rates in measure.ErrorModel.NO_RATE else marked.get(rates, "")
     return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
 
 
@@ -175,3 +183,63 @@ def _spread(low: float, high: float) -> str:
     both = math.sqrt((1 + high) / (1 + low)) - 1
     balanced = math.isclose((1 + high) * (1 + low), 1, abs_tol=0.005)
     return f"±{both:.0%}" if balanced and both < 0.5 else f"{low:+.0%} {high:+.0%}"
+
+
+#: fields of a measurement that describe its step time in words
+_WORDS = ("bound", "calibration", "rates", "band", "lacks", "routing")
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """A row as one level of plain values, with units in names: the cell's settings, then the measurement with
+    the interval of a simulated time (:func:`with_band`) and the results of further meters that are one number
+    or word, by METER.NAME; ``mesh`` is :attr:`Cell.mesh_text`."""
+    cell, measured = row["cell"], measure.with_band(row)["measurement"]
+    sizes, axes = cell.get("sizes", {}), cell.get("mesh") or impls.MESH_AXES
+    searched = (cell.get("search") or {}).get("quantity", "")
+    losses, errors = measured.get("losses"), measured.get("errors") or {}
+    unmetered = losses or errors  # of a training run, or of lockstep ranks
+    unknown = unmetered or cell.get("strategy") == OWN_STEP
+    return {
+        **{name: cell.get(name) for name in ("model", "strategy")},
+        "world_size": math.prod(impls.whole_mesh(sizes).values()),
+        "mesh": impls.spelled({axis: sizes.get(axis, 1) for axis in impls.union(axes, sizes)}),
+        **{
+            name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")
+        },
+        "status": row["status"],
+        "searched": searched,
+        **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
+        **(measured.get("breakdown") or {}),
+        **(measured.get("parts") or {}),
+        **{name: measured.get(name) or None for name in _WORDS},
+        "priced_by": measure.priced_by_in_words([measured]) or None,
+        **{f"last_{name}": loss for name, loss in (losses or [{}])[-1].items()},
+        **{f"error_{name}": error for name, error in errors.items()},
+        **{
+            f"{meter}.{name}": value
+            for meter, values in (measured.get("meters") or {}).items()
+            for name, value in values.items()
+            if isinstance(value, (int, float, str))
+        },
+        "sent_bytes": _sent(None if unmetered else measured.get("communication")),
+        "formula_sent_bytes": _sent(None if unknown else measured.get("formula")),
+        "reason": row.get("reason", ""),
+        "elapsed_s": row.get("elapsed_s"),
+        "key": row["key"],
+    }
+
+
+def _sent(entries: list[dict[str, Any]] | None) -> float | None:
+    return sum(entry["sent_bytes"] for entry in entries) if entries is not None else None
+
+
+def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as by :func:`flat`, and ``tie``: whether a simulated time ties with the fastest."""
+    return [{**flat(row), "tie": tie} for row, tie in zip(rows, measure.tied(rows), strict=True)]
+
+
+def as_frame(rows: Iterable[Row]) -> DataFrame:
+    """A pandas frame with a line for each row, whose columns are the fields of :func:`flat_rows`."""
+    from pandas import DataFrame
+
+    return DataFrame(flat_rows([*rows]))

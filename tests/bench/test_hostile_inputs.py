@@ -20,7 +20,7 @@ import pytest
 
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure.verify.verdicts import VERDICTS_FILE, read_verdicts
+from spbench.bench.verdicts import VERDICTS_FILE, read_verdicts
 from spbench.impls.loose_files import LOOSE_FILES
 from tests.bench.damage import NO_NUMBERS, ROWS, TEXTS, damaged, places, replaced
 from tests.bench.hostile import _DRY, KINDS, SYSTEMS, Case, as_json, case, history_files

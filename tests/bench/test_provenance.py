@@ -16,13 +16,12 @@ from spbench.bench.errors import UserError
 from spbench.bench.git import asked, commit_of_files, git, own_checkout
 from spbench.bench.measure.sweep.provenance import (
     MADE_FROM_ROWS,
-    check_same_code,
-    commit_of,
     machine_facts,
     project_commit,
     provenance,
 )
 from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from spbench.bench.row import check_same_code, commit_of
 from tests.bench.nvml_library import built, printed
 
 

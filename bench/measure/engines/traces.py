@@ -20,12 +20,12 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self, get_type_hints
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
-from pydantic import create_model
+from pydantic import ConfigDict, TypeAdapter
 
 from spbench.bench.cell import Cell, requirements
 from spbench.bench.files import DiskCache, cache_folder
@@ -130,11 +130,8 @@ _NOT_TRACED = frozenset(
     {"cluster", "engine", "device", "rank", "timing", "search", "learning", "meters", "program", "variant"}
 )
 
-#: the name of the JSON entry in a file's archive
-_REST = "rest"
-#: the fields of a trace that are memory logs, and the fields of a memory log that are arrays in a file
-_MEMORIES, _OF_LOGS = ("memory", "host_memory"), ("sizes", "events", "places", "streams")
-_PROGRAM, _CALLS = "program", "calls"
+#: the name of the JSON entry in a file's archive, and the key in that entry for the name of an array
+_REST, _ARRAY = "rest", "array in the archive"
 #: the length of a SHA-256 digest
 _DIGEST_BYTES = 32
 
@@ -213,24 +210,43 @@ class DamagedTrace(ValueError):
     """The content of a file is no trace."""
 
 
+@dataclass
+class _Kept:
+    """The content of a trace's file. ``calls`` are the numbers of ``operations``, in the order of calls."""
+
+    __pydantic_config__ = ConfigDict(arbitrary_types_allowed=True)
+
+    rank: int
+    memory: MemoryLog
+    host_memory: MemoryLog
+    program: Program | None
+    axes: dict[str, str]
+    operations: list[tuple[Operation, int]]
+    calls: np.ndarray
+
+
+_KEPT = TypeAdapter(_Kept)
+
+
 def to_bytes(trace: Trace) -> bytes:
     """The content of a file for a trace, without its cell and further meters; see :func:`from_bytes`."""
     assert not trace.found, "results of further meters are not kept"
-    meter, program = trace.communication, trace.program
+    meter, arrays = trace.communication, dict[str, Any]()
     numbers = {operation: number for number, operation in enumerate(meter.counts)}
-    arrays = {_CALLS: np.array([numbers[operation] for operation in meter.calls], dtype=np.int64)}
-    rest = _Rest(
-        rank=trace.rank,
-        axes=meter.axes,
-        operations=[*meter.counts.items()],
-        program=None if program is None else _apart(program, _PROGRAM, arrays),
-        **{name: _apart(getattr(trace, name), name, arrays) for name in _MEMORIES},
-    )
+    calls = np.array([numbers[operation] for operation in meter.calls], dtype=np.int64)
+    logs, operations = (trace.memory, trace.host_memory), [*meter.counts.items()]
+
+    def in_text(value: Any) -> dict[str, Any]:
+        if is_dataclass(value):
+            return vars(value)
+        name = f"array {len(arrays)}"
+        arrays[name] = value
+        return {_ARRAY: name}
+
+    text = json.dumps(_Kept(trace.rank, *logs, trace.program, meter.axes, operations, calls), default=in_text)
     stream = io.BytesIO()
-    text = np.frombuffer(rest.model_dump_json().encode(), dtype=np.uint8)
-    # Any: the stub has a keyword of its own among the names of arrays
-    entries: dict[str, Any] = {**arrays, _REST: text}
-    np.savez(stream, **entries)
+    arrays[_REST] = np.frombuffer(text.encode(), dtype=np.uint8)
+    np.savez(stream, **arrays)
     # level 1 takes a sixth of the time of higher levels, and the result is at most a tenth larger
     archive = zlib.compress(stream.getvalue(), level=1)
     return hashlib.sha256(archive).digest() + archive
@@ -246,57 +262,15 @@ def from_bytes(content: bytes, cell: Cell) -> Trace:
     if hashlib.sha256(archive).digest() != digest:
         raise DamagedTrace("its digest is not that of its content")
     try:
-        with np.load(io.BytesIO(zlib.decompress(archive)), allow_pickle=False) as arrays:
-            return _trace(dict(arrays), cell)
+        with np.load(io.BytesIO(zlib.decompress(archive)), allow_pickle=False) as file:
+            arrays = dict(file)
+        text = arrays.pop(_REST).tobytes()
+        kept = _KEPT.validate_python(
+            json.loads(text, object_hook=lambda each: arrays[each[_ARRAY]] if _ARRAY in each else each)
+        )
+        meter, operations = CommunicationMeter(kept.axes), [operation for operation, _ in kept.operations]
+        meter.counts.update(dict(kept.operations))
+        meter.calls += [operations[number] for number in kept.calls.tolist()]
     except Exception as error:  # a file that was never a trace: NumPy and zipfile raise what they will
         raise DamagedTrace(f"{type(error).__name__}: {error}") from error
-
-
-def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
-    rest: Any = _Rest.model_validate_json(arrays.pop(_REST).tobytes())
-    memories = {
-        memory: MemoryLog(
-            **dict(getattr(rest, memory)), **{name: x.tolist() for name, x in _of(memory, arrays).items()}
-        )
-        for memory in _MEMORIES
-    }
-    meter = CommunicationMeter(rest.axes)
-    meter.counts.update(dict(rest.operations))
-    operations = [*meter.counts]
-    meter.calls += [operations[number] for number in arrays.pop(_CALLS).tolist()]
-    of_program: dict[str, Any] = {**dict(rest.program or ()), **_of(_PROGRAM, arrays)}
-    program = None if rest.program is None else Program(**of_program)
-    return Trace(cell, rest.rank, **memories, communication=meter, program=program, found={})
-
-
-def _apart(of: MemoryLog | Program, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The fields of a log or a program by name, without fields of only numbers, which go into ``arrays``."""
-    rest = {}
-    for field_name, x in ((each.name, getattr(of, each.name)) for each in fields(of)):
-        if isinstance(x, np.ndarray) or field_name in _OF_LOGS:
-            arrays[f"{name}.{field_name}"] = np.asarray(x, dtype=getattr(x, "dtype", np.int64))
-        else:
-            rest[field_name] = x
-    return rest
-
-
-def _of(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of the log or program ``name`` in a file's ``arrays``, by field."""
-    return {each.removeprefix(f"{name}."): x for each, x in arrays.items() if each.startswith(f"{name}.")}
-
-
-def _in_text(kind: type) -> Any:
-    """A pydantic model of the fields that :func:`_apart` returns for a class of log or program."""
-    hints = get_type_hints(kind).items()
-    in_text = {name: (hint, ...) for name, hint in hints if hint is not np.ndarray and name not in _OF_LOGS}
-    return create_model(kind.__name__, **in_text)  # type: ignore[call-overload]
-
-
-_Rest = create_model(
-    "_Rest",
-    rank=(int, ...),
-    axes=(dict[str, str], ...),
-    operations=(list[tuple[Operation, int]], ...),
-    program=(_in_text(Program) | None, ...),
-    **{name: (_in_text(MemoryLog), ...) for name in _MEMORIES},  # type: ignore[call-overload]
-)
+    return Trace(cell, kept.rank, kept.memory, meter, kept.program, {}, kept.host_memory)

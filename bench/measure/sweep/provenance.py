@@ -2,13 +2,11 @@
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.errors import UserError
-from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_checkout
+from spbench.bench.git import checkout_around, commit_of_files, own_checkout
 from spbench.bench.measure.devices.telemetry import Nvml, NvmlProblem
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measured_code import imported_tree, unmeasured_checkout
@@ -65,9 +63,6 @@ def _gpus() -> tuple[list[str], str | None]:
 #: files that are written from rows or by verification, so that no row depends on them
 MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "results/verification", "*.md")
 
-#: the keys of the commit of spbench's own code, and of the commit of the project around the working folder
-COMMITS = ("commit", "project_commit")
-
 
 @cache
 def provenance() -> dict[str, Any]:
@@ -93,38 +88,3 @@ def project_commit(folder: Path) -> str | None:
     if root is None or root == own_checkout() or unmeasured_checkout(folder):
         return None
     return commit_of_files(root, MADE_FROM_ROWS)
-
-
-def commit_of(row: Mapping[str, Any]) -> str:
-    """The commit of a row: the project's in which spbench ran, else spbench's own; "" without a
-    repository."""
-    made_by = row.get("provenance") or {}
-    return made_by.get("project_commit") or made_by.get("commit") or ""
-
-
-def check_same_code(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Refuse rows of changed files, and rows of several commits: readers of the numbers must be able to get
-    the code that made them all.
-
-    Args:
-        rows: the rows by scenario.
-
-    Raises:
-        UserError: names the scenario and the remedy.
-    """
-    first: dict[str, tuple[str, str]] = {}
-    for scenario, of_scenario in rows.items():
-        for row in of_scenario:
-            for which in COMMITS:
-                commit = (row.get("provenance") or {}).get(which) or ""
-                if commit.endswith(DIRTY):
-                    raise UserError(
-                        f"{scenario}: rows come from code that is in no commit ({commit}), so that "
-                        "nothing is written; commit it, and run again with --fresh"
-                    )
-                other, first_commit = first.setdefault(which, (scenario, commit))
-                if commit != first_commit:
-                    raise UserError(
-                        f"{scenario}: rows come from commit {commit or 'unknown'}, rows of {other} from "
-                        f"{first_commit or 'unknown'}, so that nothing is written; run again with --fresh"
-                    )

@@ -2,90 +2,18 @@
 
 A row is written whole or not at all, by one write to a file opened for appending, then fsync; a part of a row
 on a full disk is cut off again. A file that a crash or a person has spoilt loses only the spoilt lines.
-
-This module also turns rows into tables: flat rows for people, and a pandas frame.
 """
-
-from __future__ import annotations
 
 import errno
 import fcntl
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from spbench.bench.cell import OWN_STEP
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
-from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
 from spbench.bench.row import Row, WrongRow, json_line, parse_any_row, parse_row
-from spbench.impls import MESH_AXES, spelled, union, whole_mesh
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-#: fields of a measurement that describe its step time in words
-_WORDS = ("bound", "calibration", "rates", "band", "lacks", "routing")
-
-
-def flat(row: Row) -> dict[str, Any]:
-    """A row as one level of plain values, with units in names: the cell's settings, then the measurement with
-    the interval of a simulated time (:func:`with_band`) and the results of further meters that are one number
-    or word, by METER.NAME; ``mesh`` is :attr:`Cell.mesh_text`."""
-    cell, measured = row["cell"], with_band(row)["measurement"]
-    sizes = cell.get("sizes", {})
-    searched = (cell.get("search") or {}).get("quantity", "")
-    losses, errors = measured.get("losses"), measured.get("errors") or {}
-    unmetered = losses or errors  # of a training run, or of lockstep ranks
-    unknown = unmetered or cell.get("strategy") == OWN_STEP
-    return {
-        **{name: cell.get(name) for name in ("model", "strategy")},
-        "world_size": math.prod(whole_mesh(sizes).values()),
-        "mesh": spelled({axis: sizes.get(axis, 1) for axis in union(cell.get("mesh") or MESH_AXES, sizes)}),
-        **{
-            name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")
-        },
-        "status": row["status"],
-        "searched": searched,
-        **{name: value for name, value in measured.items() if isinstance(value, (int, float, type(None)))},
-        **(measured.get("breakdown") or {}),
-        **(measured.get("parts") or {}),
-        **{name: measured.get(name) or None for name in _WORDS},
-        "priced_by": priced_by_in_words([measured]) or None,
-        **{f"last_{name}": loss for name, loss in (losses or [{}])[-1].items()},
-        **{f"error_{name}": error for name, error in errors.items()},
-        **{
-            f"{meter}.{name}": value
-            for meter, values in (measured.get("meters") or {}).items()
-            for name, value in values.items()
-            if isinstance(value, (int, float, str))
-        },
-        "sent_bytes": _sent(None if unmetered else measured.get("communication")),
-        "formula_sent_bytes": _sent(None if unknown else measured.get("formula")),
-        "reason": row.get("reason", ""),
-        "elapsed_s": row.get("elapsed_s"),
-        "key": row["key"],
-    }
-
-
-def _sent(entries: list[dict[str, Any]] | None) -> float | None:
-    return sum(entry["sent_bytes"] for entry in entries) if entries is not None else None
-
-
-def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as by :func:`flat`, and ``tie``: whether a simulated time ties with the fastest."""
-    return [{**flat(row), "tie": tie} for row, tie in zip(rows, tied(rows), strict=True)]
-
-
-def as_frame(rows: Iterable[Row]) -> DataFrame:
-    """A pandas frame with a line for each row, whose columns are the fields of :func:`flat_rows`."""
-    from pandas import DataFrame
-
-    return DataFrame(flat_rows([*rows]))
-
 
 #: the file of rows in the output folder of a run
 RESULTS_FILE = "cells.jsonl"

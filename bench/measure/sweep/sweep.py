@@ -103,15 +103,11 @@ def changed_parts(cell: Cell, row: Row, digest_of: Digesting = digest) -> list[s
     return [p for p in PARTS if not isinstance(row.digest, Mapping) or row.digest.get(p) != now[p]]
 
 
-def is_current(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool:
-    """Whether there is a row whose digest is the cell's digest now."""
-    return row is not None and not changed_parts(cell, row, digest_of)
-
-
 def is_final(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool:
     """Whether the row answers the cell, so that a sweep does not run the cell again."""
-    is_a_result = row is not None and row.status in FINAL and row.final
-    return is_a_result and is_current(cell, row, digest_of)
+    if row is None or row.status not in FINAL or not row.final:
+        return False
+    return not changed_parts(cell, row, digest_of)
 
 
 def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digesting = digest) -> str:
@@ -226,6 +222,10 @@ def sweep(
     if crew is None:
         own.dismiss()
     return [results.rows[cell.key] for cell in cells]
+
+
+#: the name of :func:`sweep` outside this package, in which ``sweep`` is the name of a room
+sweep_cells = sweep
 
 
 def marked(outcome: Outcome, refused: Outcome | None) -> Outcome:

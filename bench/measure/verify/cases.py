@@ -40,9 +40,9 @@ from spbench.bench.measure.verify.judged import (
     worst_of,
 )
 from spbench.bench.measure.verify.oracle import check_rank
-from spbench.bench.measure.verify.verdicts import VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.setting_values import names_a_file, read_model_file
+from spbench.bench.verdicts import VerifyRow
 
 #: seconds after which a case has failed whose ranks only wait for each other
 IDLE_S = 6.0

@@ -23,10 +23,10 @@ from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.processes.rank_pool import RankPool, Ranks
 from spbench.bench.measure.verify.cases import LARGEST_HIDDEN, PlannedCase, size_of, verify_case
-from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files, strategy_files
 from spbench.bench.measurement import Outcome
+from spbench.bench.verdicts import verified_code
 
 #: the file in this folder with the digest of the package's code on which verification was green
 PROVEN = "proven.json"

@@ -46,7 +46,7 @@ from spbench.bench.measure.verify.judged import (
     discrepancies,
     judged,
 )
-from spbench.bench.measure.verify.verdicts import VerifyRow
+from spbench.bench.verdicts import VerifyRow
 from spbench.impls import Unsupported, default_dtype
 
 #: the numbers of ranks on which a step is verified by default

@@ -15,6 +15,7 @@ from spbench.bench import measure
 from spbench.bench.command_line import progress
 from spbench.bench.command_line.options import WORDS, executor, jobs, many, path_option, printed, variant
 from spbench.bench.command_line.output import Output
+from spbench.bench.command_line.scenario_run import run_cells
 from spbench.bench.files import write_whole
 from spbench.bench.measure import RESULTS_FILE, beginning_server
 from spbench.bench.measured_code import refuse_unmeasured_checkout
@@ -55,9 +56,8 @@ def command(
     for loaded in [load_scenario(name) for name in scenario]:
         folder = Path("results", "runs", loaded.name)
         with measure.executor_at(executor) as there:
-            asked = loaded, narrowing, folder, progress, jobs
-            ran = measure.run_cells(*asked, fresh=not resume, executor=there)
-        if ran.failed(progress):
+            ran = run_cells(loaded, narrowing, folder, jobs, fresh=not resume, executor=there)
+        if ran.failed():
             progress.message(f"spbench: no baseline of {loaded.name} was written")
             yield Output(code=1)
         else:

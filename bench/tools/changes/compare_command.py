@@ -27,8 +27,8 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import resolved, write_whole
 from spbench.bench.git import DIRTY, CodeVersion, checked_out, checkout_around, own_checkout, working_tree
-from spbench.bench.measure import RESULTS_FILE, commit_of, read_rows
-from spbench.bench.row import Row, json_line
+from spbench.bench.measure import RESULTS_FILE, read_rows
+from spbench.bench.row import Row, commit_of, json_line
 from spbench.bench.tools.changes.judgement import judge, read_suite
 from spbench.bench.tools.changes.judgement_report import judgement_report
 from spbench.bench.tools.changes.metrics import merged_rounds

@@ -24,8 +24,7 @@ from spbench.bench.command_line.output import Output
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file, write_whole
 from spbench.bench.git import SHORT_HASH, asked, own_checkout
-from spbench.bench.measure import check_same_code, commit_of
-from spbench.bench.row import Row, json_line, parse_row, problem
+from spbench.bench.row import Row, check_same_code, commit_of, json_line, parse_row, problem
 from spbench.bench.tools.changes.metrics import has_exact_engine
 from spbench.bench.tools.changes.result_files import Origin, origin_of, read_results, suite_of
 from spbench.bench.units import GIB

@@ -17,9 +17,9 @@ from pydantic import AliasPath, BaseModel, Field, ValidationError
 from spbench.bench.errors import UserError
 from spbench.bench.files import parse_json, read_file, resolved
 from spbench.bench.git import DIRTY, SHORT_HASH, full_commit, last_change
-from spbench.bench.measure import COMMITS, RESULTS_FILE, commit_of, read_all_rows, read_new_rows
+from spbench.bench.measure import RESULTS_FILE, read_all_rows, read_new_rows
 from spbench.bench.measurement import Measured, Number
-from spbench.bench.row import Row, problem
+from spbench.bench.row import COMMITS, Row, commit_of, problem
 from spbench.bench.tools.changes.metrics import has_exact_engine, merged_rounds
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE, NUMBERS, read_records
 

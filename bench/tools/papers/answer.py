@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import create_model
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line.scenario_run import RanScenario
 from spbench.bench.errors import UserError
-from spbench.bench.measure import Document, Problem, RanScenario, Scenario, load_cluster
+from spbench.bench.measure import Document, Problem, Scenario, load_cluster
 from spbench.bench.measure import load_scenario as load_cells
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Comparison, Role

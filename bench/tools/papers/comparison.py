@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench import measure
 from spbench.bench.command_line.progress import message
+from spbench.bench.command_line.scenario_run import RanScenario
 from spbench.bench.errors import UserError, refuse_unknown, shown
 from spbench.bench.files import read_text, write_whole
 from spbench.bench.units import six_digits
@@ -289,7 +290,7 @@ def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def draw_figure(
-    scenario: measure.Scenario, ran: measure.RanScenario, comparisons: Sequence[Comparison], folder: Path
+    scenario: measure.Scenario, ran: RanScenario, comparisons: Sequence[Comparison], folder: Path
 ) -> tuple[list[Path], bool]:
     """Draw the scenario's figure; returns its files, and whether drawing failed."""
     figure = scenario.document.figure

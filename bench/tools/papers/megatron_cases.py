@@ -18,10 +18,10 @@ from typing import Any
 from pandas import DataFrame
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.scenario_run import RanScenario
 from spbench.bench.errors import UserError
-from spbench.bench.measure import RanScenario, Scenario
+from spbench.bench.measure import Scenario
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.megatron import read
@@ -150,7 +150,7 @@ def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: 
     kinds = list(by_departure(compared))
     tables = [table, *([Table("Errors by why a golden value departs", kinds)] if left_out else [])]
     content = {"predictions": lines, "errors": compared, "summary": sizes, "departures": kinds}
-    return Output([text, *tables], content, lines, PREDICTIONS, files=files, code=int(ran.failed(progress)))
+    return Output([text, *tables], content, lines, PREDICTIONS, files=files, code=int(ran.failed()))
 
 
 def scenario_of(all_cases: Sequence[GoldenCase]) -> Scenario:

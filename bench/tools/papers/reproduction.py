@@ -8,12 +8,12 @@ from pathlib import Path
 from pandas import DataFrame, concat
 
 from spbench.bench import measure
-from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import SweepProgress, message
+from spbench.bench.command_line.scenario_run import RanScenario, run_cells
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import filled
-from spbench.bench.row import finite
+from spbench.bench.row import check_same_code, finite
 from spbench.bench.tools.papers import comparison
 from spbench.bench.tools.papers.answer import set_beside
 from spbench.bench.tools.papers.comparison import draw, draw_figure
@@ -73,7 +73,7 @@ class Reproduction:
         narrowing: measure.Narrowing | None = None,
         below: str = "",
         watch: SweepProgress | None = None,
-    ) -> measure.RanScenario:
+    ) -> RanScenario:
         """Run a scenario's cells; the rows are kept with those of `spbench run`, or below another output.
 
         Args:
@@ -82,9 +82,7 @@ class Reproduction:
         """
         places = self.jobs, self.fresh, self.crew, self.executor
         folder = self._runs / below / scenario.name
-        return measure.run_cells(
-            scenario, narrowing or measure.Narrowing(), folder, progress, *places, watch=watch
-        )
+        return run_cells(scenario, narrowing or measure.Narrowing(), folder, *places, watch=watch)
 
     @property
     def _runs(self) -> Path:
@@ -114,7 +112,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[mea
     narrowing = measure.Narrowing(variant="all" if request.all_variants else None)
     one = request.asked[1]
     asked = [one_of(paper, scenarios, one)] if one else scenarios
-    all_ran: dict[str, measure.RanScenario] = {}
+    all_ran: dict[str, RanScenario] = {}
     files: list[Path] = []
     of_scenarios: list[DataFrame] = []
     failed = False
@@ -122,14 +120,14 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[mea
         for scenario in asked:
             all_ran[scenario.name] = request.run(scenario, narrowing, watch=watch)
             if request.write:
-                measure.check_same_code({name: each.rows for name, each in all_ran.items()})
+                check_same_code({name: each.rows for name, each in all_ran.items()})
     for scenario in asked:
         ran = all_ran[scenario.name]
         comparisons, _ = set_beside(scenario, ran)
         of_scenarios.append(records_of(scenario, ran, comparisons))
         drawn, figure_failed = draw_figure(scenario, ran, comparisons, request.output / "figures")
         files += drawn
-        failed = ran.failed(progress) or figure_failed or failed
+        failed = ran.failed() or figure_failed or failed
     records = comparison.joined(of_scenarios)
     # leave out our own closed forms (sent_bytes), which nobody has published
     records = records[records["quantity"] != "sent_bytes"]
@@ -161,7 +159,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[mea
 
 
 def records_of(
-    scenario: measure.Scenario, ran: measure.RanScenario, comparisons: Sequence[comparison.Comparison]
+    scenario: measure.Scenario, ran: RanScenario, comparisons: Sequence[comparison.Comparison]
 ) -> DataFrame:
     """The lines of PAPER.csv from a scenario's run. A claim counts as a table of one number with the claim's
     name."""
@@ -195,7 +193,7 @@ def _out_of_date(scenarios: Sequence[measure.Scenario], records: DataFrame) -> I
             yield scenario.name
 
 
-def run_record(scenario: str, ran: measure.RanScenario) -> dict[str, str]:
+def run_record(scenario: str, ran: RanScenario) -> dict[str, str]:
     """A line of PAPER_runs.csv, as texts."""
     counts = Counter(row["status"] for row in ran.rows)
     counts["failed"] = counts.total() - sum(counts[status] for status in _STATUSES[:-1])

@@ -15,7 +15,6 @@ from pandas import concat
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
@@ -136,7 +135,7 @@ def _strategies(request: Reproduction) -> Output:
     """Run the scenarios of the strategies' pages, and keep their rows and traces."""
     ran = {name: request.run(load_scenario(name)) for name in (SIDE_BY_SIDE, LAYERS)}
     files = write_kept({name: one.rows for name, one in ran.items()}, request.output / STRATEGIES)
-    code = max(int(one.failed(progress)) for one in ran.values())
+    code = max(int(one.failed()) for one in ran.values())
     lines = [{"file": str(path)} for path in files]
     return Output([Table("Strategies beside each other", lines)], {"files": lines}, files=files, code=code)
 
@@ -158,7 +157,7 @@ def _without_rates(name: str, request: Reproduction) -> Output:
     for cluster, scenario, narrowing in _on_other_clusters(name):
         ran = request.run(scenario, narrowing, name)
         records = joined([records, records_of(scenario, ran, set_beside(scenario, ran)[0]).query("is_time")])
-        failed = ran.failed(progress) or failed
+        failed = ran.failed() or failed
         lines.append({"scenario": scenario.name, "cluster": str(cluster)})
     if not lines:
         raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")

@@ -14,8 +14,9 @@ from typing import Any, Literal, cast
 from pandas import DataFrame
 
 import spbench
+from spbench.bench.command_line.record_forms import flat
 from spbench.bench.errors import UserError
-from spbench.bench.measure import RESULTS_FILE, Scenario, flat, read_all_rows
+from spbench.bench.measure import RESULTS_FILE, Scenario, read_all_rows
 from spbench.bench.measurement import Measured, Status
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import answers_of

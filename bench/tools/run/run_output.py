@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from spbench.bench import measure
 from spbench.bench.cell import Cell
-from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
-from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, RecordForms, memory_table
+from spbench.bench.command_line.record_forms import TIE, TIE_LEGEND, RecordForms, flat_rows, memory_table
+from spbench.bench.command_line.scenario_run import run_cells
 from spbench.bench.errors import listed
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.comparison import Comparison, draw_figure, frame_of
@@ -68,11 +68,11 @@ def run(
         measure.executor_at(executor) as there,
     ):
         options = jobs, fresh, None, there, timeout, unverified
-        ran = measure.run_cells(loaded, narrowing, folder, progress, *options)
+        ran = run_cells(loaded, narrowing, folder, *options)
     comparisons, compared = set_beside(loaded, ran) if loaded.has_answers else ([], [])
     drawn, figure_failed = draw_figure(loaded, ran, comparisons, folder)
     outcome = results(loaded, ran.rows, comparisons, [ran.path, *compared, *drawn], memory)
-    return dataclasses.replace(outcome, code=1 if ran.failed(progress, must_fit) or figure_failed else 0)
+    return dataclasses.replace(outcome, code=1 if ran.failed(must_fit) or figure_failed else 0)
 
 
 def planned(scenario: measure.Scenario, narrowing: measure.Narrowing, folder: Path, fresh: bool) -> Output:
@@ -130,7 +130,7 @@ def results(
         "files": [str(path) for path in files],
     }
     notes = [*verdict(rows, comparisons)]
-    return Output(sections, finite(content), measure.flat_rows(rows), notes=notes, files=files)
+    return Output(sections, finite(content), flat_rows(rows), notes=notes, files=files)
 
 
 def _share(step_s: float | None, *parts: float | None) -> float | None:
@@ -156,7 +156,7 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     unsupported = {at: row.reason for at, row in enumerate(rows) if row.status == "unsupported"}
     entries: list[Entry] = [
         {**entry, **_engine(row, entry), "options": option, "communication": row.measurement.communication}
-        for row, entry, option in zip(rows, measure.flat_rows(rows), options, strict=True)
+        for row, entry, option in zip(rows, flat_rows(rows), options, strict=True)
     ]
     shared = {name: entries[0][name] for name in _SHARED if len({entry[name] for entry in entries}) == 1}
     by_gpus, by_mesh = (

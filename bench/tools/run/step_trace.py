@@ -11,7 +11,7 @@ from spbench.bench import measure
 from spbench.bench.cell import OWN_STEP, Cell
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message, remark
-from spbench.bench.command_line.record_forms import RecordForms, memory_table, shown_band
+from spbench.bench.command_line.record_forms import RecordForms, flat, memory_table, shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import gib, shown_time, three_digits
@@ -138,7 +138,7 @@ def trace_step(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
             TABLES.table("communication", "Communication of a step", result.communication),
         ],
         {"row": {**row, "measurement": banded}, "classes": str(traces)},
-        [measure.flat(row)],
+        [flat(row)],
         files=files,
         code=int(result.status != "ok"),
         details=[memory_table({traces.cell.key: result.as_dict()})],

@@ -17,6 +17,7 @@ from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file, read_model_file
+from spbench.bench.verdicts import VERDICTS_FILE, Verdict, VerifyRow, kept_verdicts, verified_code
 from spbench.impls import DEFAULT_BACKEND, PRECISIONS, absent, all_models, all_pairs, all_peers
 from spbench.plots.series import grouped
 
@@ -64,9 +65,9 @@ def verified(
     _check_names(named, models, dtype, part, backend)
     options = _options(changes, [models, named, [backend]])
     on = measure.chosen_device(device or ("cpu" if subject else "available"))
-    made_by: measure.Verdict = {"backend": backend, "device": on}
+    made_by: Verdict = {"backend": backend, "device": on}
     made_by |= {name: measure.provenance()[name] for name in ("commit", "torch")}
-    made_by |= {"code": measure.verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
+    made_by |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     cases = partial(
         measure.verify_cases,
         [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
@@ -82,17 +83,15 @@ def verified(
         explain=1,
     )
     verdicts = _kept(partial(measure.verify_step, subject, world_size) if subject else cases, made_by, output)
-    judged = _output(verdicts, named, [output / measure.VERDICTS_FILE] if output is not None else [])
+    judged = _output(verdicts, named, [output / VERDICTS_FILE] if output is not None else [])
     if judged.code == 0 and not (subject or named or world_size or any(of_cases)):
         measure.keep_package_proof()
     return judged
 
 
-def _kept(
-    rows: Callable[..., Iterator[measure.VerifyRow]], made_by: measure.Verdict, output: Path | None
-) -> list[measure.Verdict]:
+def _kept(rows: Callable[..., Iterator[VerifyRow]], made_by: Verdict, output: Path | None) -> list[Verdict]:
     """The verdicts of rows, which are added to those in the folder ``output`` as soon as they are there."""
-    with measure.kept_verdicts(output, made_by) as verdicts, Progress() as progress:
+    with kept_verdicts(output, made_by) as verdicts, Progress() as progress:
         for row in rows(expect=progress.expect):
             verdicts.append(finite(dataclasses.asdict(row)))
             progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
@@ -100,7 +99,7 @@ def _kept(
     return verdicts
 
 
-def _output(verdicts: Sequence[measure.Verdict], named: Sequence[str], files: list[Path]) -> Output:
+def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]) -> Output:
     counts = Counter(verdict["status"] for verdict in verdicts)
     judged = {verdict["strategy"] for verdict in verdicts if verdict["status"] != "unsupported"}
     unproven = [name for name in dict.fromkeys(named) if verdicts and name not in judged]
@@ -118,7 +117,7 @@ def _output(verdicts: Sequence[measure.Verdict], named: Sequence[str], files: li
     )
 
 
-def _spelled(row: measure.VerifyRow) -> str:
+def _spelled(row: VerifyRow) -> str:
     """The case of a row as text: strategy, model, variant, part, number of ranks, precision and mesh."""
     case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
     case += [row.mesh] if "x" in row.mesh else []
@@ -174,7 +173,7 @@ def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[
     return options
 
 
-def _sections(rows: Sequence[measure.Verdict]) -> list[Table | str]:
+def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
     """The output's sections: the number of RED cases and where they go wrong; verdicts by strategy; then the
     cases that are not green, grouped."""
     if not rows:
@@ -186,12 +185,12 @@ def _sections(rows: Sequence[measure.Verdict]) -> list[Table | str]:
     return [*verdict, *_explanations(red), _by_strategy(rows), *_folded("Not green", faults, _FIRST)]
 
 
-def _faults(rows: Sequence[measure.Verdict]) -> list[measure.Verdict]:
+def _faults(rows: Sequence[Verdict]) -> list[Verdict]:
     """The verdicts that are neither green nor unsupported."""
     return [row for row in rows if row["status"] not in ("green", "unsupported")]
 
 
-def _explanations(wrong: Sequence[measure.Verdict]) -> Iterator[str]:
+def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
     """A section for each strategy that is RED: where its step goes wrong first, in the case that was run once
     more, and whether the bytes of its cases equal the closed forms."""
     for strategy in dict.fromkeys(row["strategy"] for row in wrong):
@@ -199,7 +198,7 @@ def _explanations(wrong: Sequence[measure.Verdict]) -> Iterator[str]:
         row = next((row for row in mine if row["explanation"]), mine[0])
         names = ("strategy", "model", "variant", "part", "mesh", "dtype")
         case = " ".join(str(row[name]) for name in names if row[name])
-        equal = measure.VerifyRow.EQUAL
+        equal = VerifyRow.EQUAL
         unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", equal))]
         compared = equal if any(each["bytes"] == equal for each in mine) else NOT_COMPARED
         where = row["verdict"].split(": ")[0] if row["verdict"] else row["reason"]
@@ -207,7 +206,7 @@ def _explanations(wrong: Sequence[measure.Verdict]) -> Iterator[str]:
         yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in lines)])
 
 
-def _by_strategy(rows: Sequence[measure.Verdict]) -> Table:
+def _by_strategy(rows: Sequence[Verdict]) -> Table:
     groups = grouped(rows, lambda row: (row["strategy"], row["dtype"]))
     statuses = dict.fromkeys(["green", *(row["status"] for mine in groups.values() for row in mine)])
     lines = []
@@ -216,7 +215,7 @@ def _by_strategy(rows: Sequence[measure.Verdict]) -> Table:
         line = {"strategy": strategy, "dtype": dtype, **{each: counts[each] or None for each in statuses}}
         error = max((row["error"] for row in mine if row["status"] == "green"), default=None)
         limit = min((row["limit"] for row in mine if row["limit"] is not None), default=None)
-        compared = [row["bytes"] == measure.VerifyRow.EQUAL for row in mine if row["bytes"]]
+        compared = [row["bytes"] == VerifyRow.EQUAL for row in mine if row["bytes"]]
         line |= _TABLES.record("by strategy", error=error, limit=limit, compared=compared)
         lines.append(line)
     return Table("Verdicts by strategy", lines)
@@ -229,7 +228,7 @@ _ALIKE = ("strategy", "model", "part", "dtype", "status")
 _TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 
 
-def _folded(title: str, rows: Sequence[measure.Verdict], texts: int | None = None) -> list[Table | str]:
+def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> list[Table | str]:
     """A table with a row for the cases of one strategy, model, part, precision and reason, with the worst
     error (unsupported cases: a row for each reason); then the first ``texts`` reasons (None: all)."""
     reasons = [*dict.fromkeys(filter(None, map(_why, rows)))]
@@ -250,7 +249,7 @@ def _folded(title: str, rows: Sequence[measure.Verdict], texts: int | None = Non
     return [table, *_numbered(reasons[:texts])]
 
 
-def _each(rows: Sequence[measure.Verdict]) -> list[Table | str]:
+def _each(rows: Sequence[Verdict]) -> list[Table | str]:
     """The table of single verdicts, then the distinct reasons of verdicts that are not green."""
     if not rows:
         return []
@@ -266,6 +265,6 @@ def _numbered(texts: Sequence[str]) -> list[str]:
     return ["\n".join(["Why, by the numbers of the table:", *lines])] if lines else []
 
 
-def _why(row: measure.Verdict) -> str:
+def _why(row: Verdict) -> str:
     """Why a case is not green: its verdict's text, or the reason why it could not be run; "" if green."""
     return row["verdict"] or row["reason"]

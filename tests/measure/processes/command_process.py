@@ -70,7 +70,7 @@ class Command:
         for name in (RUN, GATE, LOG):
             monkeypatch.setenv(name, self.environment[name])
         monkeypatch.chdir(self.folder)
-        monkeypatch.setattr(sweeping, "sweep", of_fakes(self.environment))
+        monkeypatch.setattr(sweeping, "sweep_cells", of_fakes(self.environment))
         return CliRunner().invoke(cli, self.arguments)
 
     def begun(self) -> list[tuple[int, str]]:
@@ -128,5 +128,5 @@ def of_fakes(environment: Mapping[str, str]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    sweeping.sweep = of_fakes(os.environ)  # type: ignore[assignment]
+    sweeping.sweep_cells = of_fakes(os.environ)  # type: ignore[assignment]
     main()

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.verdicts import VerifyRow
 from spbench.bench.measure.verify.verified_step import verify_step
+from spbench.bench.verdicts import VerifyRow
 from tests.grid import data
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"

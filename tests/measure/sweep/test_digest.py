@@ -49,7 +49,7 @@ def sweep_here(cells: list[Cell], results: ResultsFile, **_: Any) -> list[Row]:
 @pytest.fixture(autouse=True)
 def _small_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", sweep_here)
+    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep_cells", sweep_here)
     Path("small.yaml").write_text(SCENARIO)
     Path("own.yaml").write_text(CLUSTER)
 
@@ -88,7 +88,7 @@ def test_a_run_digests_each_cell_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(digest_module, "load_cluster", counted)
     monkeypatch.setattr(
-        "spbench.bench.measure.sweep.sweep.sweep", functools.partial(sweep_in_workers, run=answer)
+        "spbench.bench.measure.sweep.sweep.sweep_cells", functools.partial(sweep_in_workers, run=answer)
     )
     for words in (RUN, RUN, (*RUN, "--dry-run")):
         digested.clear()

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 import pytest
 
 from spbench.bench.cell import Cell, Learning, Sizes
+from spbench.bench.command_line.record_forms import as_frame
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.run_cell import measure
-from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
+from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.measure.sweep.sweep import _relative_cost, as_row, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measurement import Outcome

@@ -13,8 +13,7 @@ import pytest
 from pandas import DataFrame
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.record_forms import shown_band
-from spbench.bench.measure.sweep.results import flat
+from spbench.bench.command_line.record_forms import flat, shown_band
 from spbench.bench.measure.trust import bands
 from spbench.bench.measure.trust.error_model import ErrorModel, Interval
 from spbench.bench.measure.trust.fit_certainty import Evidence, Filled, certainty, packaged_evidence

@@ -46,7 +46,7 @@ def command_line(capsys: pytest.CaptureFixture[str]) -> Run:
 def spbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> Run:
     """As :func:`command_line`, in an empty folder with small.yaml, whose cells are made up."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", sweep_here)
+    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep_cells", sweep_here)
     monkeypatch.delenv("SPBENCH_DEBUG", raising=False)
     Path("small.yaml").write_text(fakes.SCENARIO)
     return command_line

@@ -49,7 +49,7 @@ RUN = ("run", "--scenario", "small.yaml")
 
 
 def test_internal_errors_have_a_code_of_their_own(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep_cells", lambda *_, **__: 1 / 0)
     code, _, err = spbench(*RUN)
     assert code == 70
     assert err.splitlines()[-1].startswith("spbench: internal error: ZeroDivisionError: division by zero")
@@ -65,7 +65,7 @@ def test_only_a_failure_of_the_output_is_told_as_one(spbench: Run, monkeypatch: 
         def sweep(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", sweep)
+        monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep_cells", sweep)
         code, _, err = spbench(*RUN)
         return code, err.splitlines()[-1]
 

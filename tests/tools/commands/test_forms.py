@@ -16,8 +16,7 @@ from spbench.bench.cell import Cell, Learning
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.command_line.record_forms import TIE, memory_table
-from spbench.bench.measure.sweep.results import flat_rows
+from spbench.bench.command_line.record_forms import TIE, flat_rows, memory_table
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measure.trust.bands import packaged_model
 from spbench.bench.measurement import Measurement, Outcome

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from scripts.prove import write_summary
+from spbench.bench import verdicts
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster
-from spbench.bench.measure.verify import verdicts
 from spbench.bench.measure.verify.cases import VerifyRow
 from spbench.bench.tools.run.list_command import MESSAGES, attention_curves, link_curves, product_curves
 from spbench.bench.tools.run.verify_output import _each, _output, _sections

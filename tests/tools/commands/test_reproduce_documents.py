@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.command_line.scenario_run import RanScenario
 from spbench.bench.measure.scenarios.select import Narrowing
-from spbench.bench.measure.sweep.scenario_run import RanScenario
 from spbench.bench.tools.papers import reproduction
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import Comparison, as_lines, read_comparisons, read_records

@@ -19,12 +19,12 @@ import pandas as pd
 import pytest
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line.scenario_run import default_attention
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_rows
-from spbench.bench.measure.sweep.scenario_run import default_attention
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Measurement, Outcome, Status
 from spbench.bench.row import Row
@@ -312,7 +312,7 @@ def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     """In this process, which keeps traces as a worker does."""
     shutil.copy(Path(__file__).with_name("small_steps.yaml"), tmp_path / "small.yaml")
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", traces.keeping_traces()(sweep_here))
+    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep_cells", traces.keeping_traces()(sweep_here))
     both(command_line, str(tmp_path / "small.yaml"), tmp_path)
     assert tracing.PLAIN_TRACE not in os.environ
 

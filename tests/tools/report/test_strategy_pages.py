@@ -17,7 +17,6 @@ from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.measure.sweep.sweep import as_row, digest
-from spbench.bench.measure.verify.verdicts import kept_verdicts, verified_code
 from spbench.bench.tools.papers.reproductions import read_trace, write_kept
 from spbench.bench.tools.report.drawings import bars_of, layer_figure, layer_table, messages
 from spbench.bench.tools.report.gathered import CellResult, Gathered
@@ -29,6 +28,7 @@ from spbench.bench.tools.report.pages.strategies_page import (
     scenario_lines,
     verdict_lines,
 )
+from spbench.bench.verdicts import kept_verdicts, verified_code
 from tests.cells import make_cell
 from tests.tools.commands.test_list import GREEN, MADE, RED
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.files import csv_text
-from spbench.bench.measure import commit_of
-from spbench.bench.row import finite
+from spbench.bench.row import commit_of, finite
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import TABLES, Page, from_template
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from pandas import DataFrame
 
-from spbench.bench.measure import Scenario, commit_of, engine_classes
+from spbench.bench.measure import Scenario, engine_classes
+from spbench.bench.row import commit_of
 from spbench.bench.tools.papers.comparison import as_lines, groups, joined
 from spbench.bench.tools.papers.paper_findings import (
     counts,

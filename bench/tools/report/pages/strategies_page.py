@@ -11,13 +11,14 @@ from urllib.parse import urlencode
 from pandas import DataFrame
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import Verdict, changed_parts, commit_of, read_rows, read_verdicts, verified_code
-from spbench.bench.row import Row
+from spbench.bench.measure import changed_parts, read_rows
+from spbench.bench.row import Row, commit_of
 from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
 from spbench.bench.tools.report.drawings import layer_table
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import DataTable, Page
 from spbench.bench.units import GIB, MS
+from spbench.bench.verdicts import Verdict, read_verdicts, verified_code
 from spbench.impls import absent, all_peers, all_strategies
 from spbench.plots.series import grouped
 from spbench.plots.style import model_name, strategy_name

@@ -112,7 +112,7 @@ _FIELDS |= dict.fromkeys(RUN, "")
 def verified_code() -> str:
     """The digest of the Python files that verdicts depend on, at the first call: impls/ and installed
     plug-ins."""
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[1]
     return digest_of_files(root, [*strategy_files(root), *plugin_files()])
 
 

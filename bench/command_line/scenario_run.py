@@ -1,53 +1,21 @@
 """Run a scenario's cells, keep their rows in a folder, and say which rates the times rest on."""
 
+from __future__ import annotations
+
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
+from spbench import impls
+from spbench.bench import measure
 from spbench.bench.cell import OWN_STEP, Cell
+from spbench.bench.command_line.progress import SweepProgress, message, remark
 from spbench.bench.errors import Interrupted
-from spbench.bench.measure.clusters.card_kernels import usual_kernel
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.scenarios.choices import option_mistakes
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import NO_KERNEL, Narrowing
-from spbench.bench.measure.sweep import sweep
-from spbench.bench.measure.sweep.executor import Executor
-from spbench.bench.measure.sweep.results import ResultsFile
-from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import priced_by_in_words
-from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 from spbench.bench.row import FAULTS, FINAL, Row
-from spbench.impls import is_packaged, model_preset, nesting
-
-
-class Watch(Protocol):
-    """Called as cells begin and end, for example to draw a progress bar."""
-
-    def begin(self, cell: Cell) -> None: ...
-
-    def end(self, row: Row) -> None: ...
-
-
-class Reporter(Protocol):
-    """Shows a person the progress of a run, as the module :mod:`command_line.progress` does.
-
-    Attributes:
-        message: shows what a person must know.
-        remark: shows what is about to be done, unless ``--quiet`` is given.
-        watch: shows how many of a number of cells have ended, until its context is left.
-    """
-
-    def message(self, text: str, /) -> None: ...
-
-    def remark(self, text: str, /) -> None: ...
-
-    def watch(self, cells: int, /) -> AbstractContextManager[Watch]: ...
 
 
 @dataclass(frozen=True)
@@ -67,18 +35,18 @@ class RanScenario:
     known: dict[str, Row]
     path: Path
 
-    def failed(self, reporter: Reporter, must_fit: bool = False) -> bool:
+    def failed(self, must_fit: bool = False) -> bool:
         """Whether any cells failed or are wrong, or do not fit though they must (``must_fit``); if so, a
         message says how many cells, by status."""
         counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
         if counts:
             detail = "" if counts.keys() == {"failed"} else f" ({_counted(counts)})"
             again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
-            reporter.message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
+            message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
         others = Counter(row["status"] for row in self.rows if must_fit and row["status"] != "ok")
         if others:
             count = f"{others.total()} of {len(self.rows)}"
-            reporter.message(f"spbench: {count} cells are not ok: {_counted(others)}")
+            message(f"spbench: {count} cells are not ok: {_counted(others)}")
         return bool(counts or others)
 
 
@@ -87,22 +55,21 @@ def _counted(statuses: Counter[str]) -> str:
 
 
 def run_cells(
-    scenario: Scenario,
-    narrowing: Narrowing,
+    scenario: measure.Scenario,
+    narrowing: measure.Narrowing,
     folder: Path,
-    reporter: Reporter,
     jobs: int | None,
     fresh: bool,
-    crew: Crew | None = None,
-    executor: Executor | None = None,
+    crew: measure.Crew | None = None,
+    executor: measure.Executor | None = None,
     timeout_s: float | None = None,
     unverified: bool = False,
-    watch: Watch | None = None,
+    watch: SweepProgress | None = None,
 ) -> RanScenario:
-    """Run a scenario's cells into a folder.
+    """Run a scenario's cells into a folder. On standard error a person sees what runs, how many cells have
+    ended, and which times rest on substitutes.
 
     Args:
-        reporter: shows what runs, how many cells have ended, and which times rest on substitutes.
         fresh: move earlier results aside instead of keeping them.
         jobs, crew, executor, unverified: passed to :func:`sweep`.
         timeout_s: seconds that a cell may take; None: the scenario's.
@@ -112,20 +79,20 @@ def run_cells(
         UserError: no cell is chosen, the folder cannot be written, or :func:`_check_measured_tree` raises.
         Interrupted: a person ended the run; the error says how many cells are kept.
     """
-    _check_measured_tree(scenario.name, reporter)
+    _check_measured_tree(scenario.name)
     declared = narrowing.declared(scenario)
     limit = {} if timeout_s is None else {"timeout_s": timeout_s}
     cells = [cell.model_copy(update=limit) for cell in narrowing.cells(scenario, declared)]
-    digest_of = sweep.digests_of_a_run()
-    with ResultsFile(folder, fresh=fresh) as results:
-        todo = sweep.unfinished(cells, results, digest_of)
-        _announce(results, sweep.outdated(cells, results.rows, digest_of), scenario, reporter)
+    digest_of = measure.digests_of_a_run()
+    with measure.ResultsFile(folder, fresh=fresh) as results:
+        todo = measure.unfinished(cells, results, digest_of)
+        _announce(results, measure.outdated(cells, results.rows, digest_of), scenario)
         kept = f", {len(cells) - len(todo)} of them kept from before" if len(cells) > len(todo) else ""
-        running = f"; running {len(todo)}, {sweep.at_once(todo, jobs, executor)} at a time" if todo else ""
-        reporter.remark(f"{scenario.name}: {scenario.document.title}: {len(cells)} cells{kept}{running}")
+        running = f"; running {len(todo)}, {measure.at_once(todo, jobs, executor)} at a time" if todo else ""
+        remark(f"{scenario.name}: {scenario.document.title}: {len(cells)} cells{kept}{running}")
         try:
-            with nullcontext(watch) if watch else reporter.watch(len(todo)) as shown:
-                rows = sweep.sweep(
+            with nullcontext(watch) if watch else SweepProgress(len(todo)) as shown:
+                rows = measure.sweep_cells(
                     cells,
                     results,
                     crew=crew,
@@ -133,32 +100,33 @@ def run_cells(
                     jobs=jobs,
                     digest_of=digest_of,
                     unverified=unverified,
-                    say=lambda text: reporter.remark(f"{scenario.name}: {text}"),
+                    say=lambda text: remark(f"{scenario.name}: {text}"),
                     on_start=shown.begin,
                     on_end=shown.end,
                 )
         except KeyboardInterrupt as interrupt:
-            done = len(cells) - len(sweep.unfinished(cells, results, digest_of))
+            done = len(cells) - len(measure.unfinished(cells, results, digest_of))
             text = f"interrupted; {done} of {len(cells)} cells are in {results.path}, the same command "
             raise Interrupted(f"{text}{'without --fresh ' if fresh else ''}goes on") from interrupt
         of = {cell.key: cell for cell in [*declared, *cells]}
-        known = {k: r for k, r in results.rows.items() if k in of and sweep.is_current(of[k], r, digest_of)}
+        rows_of = {key: row for key, row in results.rows.items() if key in of}
+        known = {k: r for k, r in rows_of.items() if not measure.changed_parts(of[k], r, digest_of)}
     for text in _remarks(rows, scenario):
-        reporter.message(f"{scenario.name}: {text}")
+        message(f"{scenario.name}: {text}")
     return RanScenario(rows, declared, known, results.path)
 
 
-def _announce(results: ResultsFile, stale: str, scenario: Scenario, reporter: Reporter) -> None:
+def _announce(results: measure.ResultsFile, stale: str, scenario: measure.Scenario) -> None:
     """Show the problems of earlier results in the folder, and how many of them are out of date."""
     for problem in results.problems:
-        reporter.message(f"spbench: warning: {problem}")
+        message(f"spbench: warning: {problem}")
     if results.moved:
-        reporter.message(f"earlier results are now {results.moved}")
+        message(f"earlier results are now {results.moved}")
     if stale:
-        reporter.remark(f"{scenario.name}: {stale}")
+        remark(f"{scenario.name}: {stale}")
 
 
-def _check_measured_tree(scenario: str, reporter: Reporter) -> None:
+def _check_measured_tree(scenario: str) -> None:
     """Warn once if the checkout of spbench around the working folder is not the code that is measured.
 
     Raises:
@@ -168,15 +136,15 @@ def _check_measured_tree(scenario: str, reporter: Reporter) -> None:
     if has_baseline(scenario, here):
         refuse_unmeasured_checkout(here, f"this run of {scenario}, which has a baseline here,")
     if warning := unmeasured_checkout(here):
-        _tell_once(reporter.message, f"spbench: warning: {warning}")
+        _tell_once(f"spbench: warning: {warning}")
 
 
 @cache
-def _tell_once(message: Callable[[str], None], text: str) -> None:
+def _tell_once(text: str) -> None:
     message(text)
 
 
-def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
+def _remarks(rows: Sequence[Row], scenario: measure.Scenario) -> Iterator[str]:
     """Remarks on rows: operators of unknown cost, with their most calls in one cell; times without a rate;
     steps with unverified gradients; attention by matmuls; the attention kernel chosen for the user."""
     unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
@@ -186,9 +154,11 @@ def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
     if calls:
         named = ", ".join(f"{name} ({n})" for name, n in sorted(calls.items()))
         yield f"timed by the bytes that they move alone, as their cost is not known: {named}"
-    missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in ErrorModel.NO_RATE]
+    missing = [
+        row["measurement"] for row in rows if row["measurement"].get("rates") in measure.ErrorModel.NO_RATE
+    ]
     if missing:
-        yield f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
+        yield f"{len(missing)} of {len(rows)} times lack a rate: {measure.priced_by_in_words(missing)}"
     for own in dict.fromkeys(row["cell"]["model"] for row in rows if row["cell"]["strategy"] == OWN_STEP):
         yield f"the gradients of {own} are not verified; spbench verify {own} compares them with one rank's"
     rows = [row for row in rows if row["cell"]["strategy"] != OWN_STEP]
@@ -206,9 +176,10 @@ def _attending_by_matmuls(rows: Sequence[Row]) -> list[str]:
     names = dict[str, None]()
     for row in rows:
         cell, parts = row["cell"], row["measurement"].get("parts") or {}
-        if not parts or parts.get("attention_s") or all(map(is_packaged, nesting(cell["strategy"]).classes)):
+        classes = impls.nesting(cell["strategy"]).classes
+        if not parts or parts.get("attention_s") or all(map(impls.is_packaged, classes)):
             continue
-        model = model_preset(cell["model"], cell["model_options"], cell["model_config_json"])
+        model = impls.model_preset(cell["model"], cell["model_options"], cell["model_config_json"])
         if any(site.kind == "causal_attention" for site in model.sites(1, cell["seq_len"] or 1)):
             names[cell["strategy"]] = None
     return [*names]
@@ -220,13 +191,15 @@ def default_attention(rows: Sequence[Row]) -> list[str]:
     kernels: dict[str, str] = {}
     for row in rows:
         cell, attention_s = row["cell"], (row["measurement"].get("parts") or {}).get("attention_s")
-        name, kernel = cell["cluster"], (cell.get("model_options") or {}).get("attention", NO_KERNEL)
-        rates, usual = load_cluster(name).device.attention, usual_kernel(load_cluster(name).device)
-        if not attention_s or rates is None or usual == rates.default or kernel not in (NO_KERNEL, usual):
+        name, kernel = cell["cluster"], (cell.get("model_options") or {}).get("attention", measure.NO_KERNEL)
+        device = measure.load_cluster(name).device
+        rates, usual = device.attention, measure.usual_kernel(device)
+        unlike = kernel not in (measure.NO_KERNEL, usual)
+        if not attention_s or rates is None or usual == rates.default or unlike:
             continue
         # a model whose attention is linear has no such option
         config = cell.get("model_config_json")
-        if not option_mistakes("model_options", cell["model"], {"attention": usual}, config):
+        if not measure.option_mistakes("model_options", cell["model"], {"attention": usual}, config):
             of_file = f"{rates.default}, the default of {name} (its programs usually run {usual})"
             kernels.setdefault(name, f"{usual}, usual on {name}" if kernel == usual else of_file)
     return list(kernels.values())
