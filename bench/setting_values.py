@@ -280,7 +280,7 @@ class StandIn(NamedTuple):
         by: the work that is simulated; "": it is not known which part of the work takes longer.
         programs: the programs that do the work, "" for a cell that names none; empty: every program.
         backends: the backends with which programs do the work; empty: any backend.
-        axis: only cells with several ranks along this axis, several "nodes", or "graphs"; "": any cell.
+        axis: only cells with several ranks along this axis, several "nodes", "graphs" or "lora"; "": any cell.
         network: only clusters with a network of this name; "": any.
     """
 
@@ -316,6 +316,7 @@ STAND_INS = (
     StandIn("expert parallelism", "", axis="ep"),
     StandIn("torchtitan's TP", "Megatron's", ("torchtitan",), axis="tp"),
     StandIn("torchtitan over nodes", "", ("torchtitan",), _SHARDED, "nodes"),
+    StandIn("adapters", "", ("", *PROGRAMS), axis="lora"),  # programs keep several, or cast their inputs
     StandIn("CUDA graphs", "launches that cost the host nothing", ("", *PROGRAMS), axis="graphs"),
 )
 
@@ -330,7 +331,7 @@ def stand_ins(program: str, backend: str, ranks: Mapping[str, int], network: str
     Args:
         program: the cell's training program; "": none.
         backend: the cell's data-parallel backend.
-        ranks: the numbers of ranks along each axis, and of ``nodes``; ``graphs``: 2 for CUDA graphs.
+        ranks: the numbers of ranks along each axis, and of ``nodes``; 2 for ``graphs`` (CUDA) and ``lora``.
         network: the name of the cluster's network.
     """
     for each in STAND_INS:

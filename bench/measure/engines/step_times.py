@@ -149,7 +149,8 @@ def add_step_time(
     if breakdown is not None:
         cluster = load_cluster(cell.cluster)
         ranks = {**cell.sizes.by_axis, "nodes": -(-cell.sizes.world // cluster.devices_per_node)}
-        ranks["graphs"] = 1 + (cell.training.cuda_graph != "none")
+        lora = bool(cell.model_options.get("lora_rank"))
+        ranks |= {"graphs": 1 + (cell.training.cuda_graph != "none"), "lora": 1 + lora}
         of_cell = stand_ins(cell.program, cell.training.backend, ranks, cluster.network.name)
         measurement.breakdown = dict(breakdown)
         measurement.calibration = cluster.calibration_of(cell.precision).label
