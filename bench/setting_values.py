@@ -145,8 +145,6 @@ def remote_name(model: str) -> str:
     that cannot be such a name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).suffix in _OF_FILES:
         return ""
-    if lacking := lacking_for(model):
-        return f"; it has {lacking}, which is not modelled"
     near, *_ = suggestion(model, [each.name for each in published_models()]).split(" (")
     return f"{near}; if that is its name on Hugging Face, download its config.json and give the path of that"
 
@@ -182,8 +180,7 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
         raise UserError(f"{path}: {error}") from error
 
 
-#: the endings of files of lengths of documents
-LENGTHS = (".csv", ".txt", ".npy")
+_LENGTHS = (".csv", ".txt", ".npy")
 #: the number of bins for a file with more different lengths; the bins have equally many documents
 MOST_BINS = 256
 DOCUMENTS = "documents"
@@ -198,7 +195,7 @@ def with_documents(content: Any, folder: Path = Path()) -> Any:
     """
     options: Any = content.get("model_options") if isinstance(content, Mapping) else None
     named = options.get(DOCUMENTS) if isinstance(options, Mapping) else None
-    if not isinstance(named, str) or not ("/" in named or named.endswith(LENGTHS)):
+    if not isinstance(named, str) or not ("/" in named or named.endswith(_LENGTHS)):
         return content
     return {
         **content,
@@ -218,8 +215,8 @@ def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
 
 def lengths_in(path: Path) -> np.ndarray[Any, Any]:
     """The lengths of documents in a file [documents], each at least 1; UserError if there are none."""
-    if path.suffix not in LENGTHS:
-        raise UserError(f"{path}: lengths of documents lie in files {', '.join(LENGTHS)}")
+    if path.suffix not in _LENGTHS:
+        raise UserError(f"{path}: lengths of documents lie in files {', '.join(_LENGTHS)}")
     content = read_file(path)
     lengths = _array(path) if path.suffix == ".npy" else np.array([*_lines(path, content)], dtype=np.int64)
     if not len(lengths):

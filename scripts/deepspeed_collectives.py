@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+EXPERTS |= {"shared_expert_intermediate_size": 192}
 TESTS = Path(__file__).parents[1] / "tests" / "impls" / "backends"
 
 sent: list[tuple[str, str, int]] = []
@@ -36,11 +38,19 @@ def noted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def run(zero: Mapping[str, Any], micro_batches: int, sizes: Mapping[str, int], **settings: Any) -> None:
+def run(
+    zero: Mapping[str, Any],
+    micro_batches: int,
+    sizes: Mapping[str, int],
+    kind: tuple[Any, Any] = (LlamaConfig, LlamaForCausalLM),
+    recomputes: bool = True,
+    **settings: Any,
+) -> None:
     """Run three steps, of which :data:`sent` then has the last one's collectives."""
-    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
-    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    config = kind[0](**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    model = kind[1](config).to(torch.bfloat16).train()
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     # transformers' Trainer gives matrices a weight decay, and vectors none
     parts = [[p for p in model.parameters() if (p.dim() > 1) == matrices] for matrices in (True, False)]
     if zero["stage"] == 3:
@@ -67,9 +77,10 @@ def run(zero: Mapping[str, Any], micro_batches: int, sizes: Mapping[str, int], *
     engine.destroy()
 
 
-def of_stage_3() -> dict[str, list[int]]:
+def of_stage_3(sizes: Mapping[str, int] = SIZES, *model: Any) -> dict[str, list[int]]:
     recorded = yaml.safe_load((TESTS / "test_host_states.yaml").read_text(encoding="utf-8"))
-    run({"stage": 3, **recorded["options"]}, 1, SIZES)
+    options = recorded["options"] | (recorded["of experts"] if model else {})
+    run({"stage": 3, **options}, 1, sizes, *model)
     words = {"all_gather": "gathers", "reduce_scatter": "sums", "all_reduce": "all-reduces"}
     by_kind: dict[str, list[int]] = {}
     for each, kind, nbytes in sent:
@@ -98,6 +109,12 @@ for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "r
 # an operator that is compiled first, and that only ranks of one node with a memory in common use
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
 deepspeed.init_distributed("gloo")
-written = {"stage 3": of_stage_3(), "runs": of_smaller_stages()}
+mixture = SIZES | EXPERTS, (Qwen2MoeConfig, Qwen2MoeForCausalLM)
+written = {
+    "stage 3": of_stage_3(),
+    "experts": of_stage_3(*mixture, False),
+    "experts again": of_stage_3(*mixture, True),
+    "runs": of_smaller_stages(),
+}
 if dist.get_rank() == 0:
     Path(sys.argv[1]).write_text(yaml.safe_dump(written, width=120), encoding="utf-8")

@@ -22,11 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from spbench.impls.backends import parameter_coordinator
 from spbench.impls.backends.backend import BytesInBackward, HeldPart
-from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.deepspeed_stage import DeepSpeedStage
 from spbench.impls.backends.flat import padded
 from spbench.impls.backends.fsdp_flat import take_parameters
@@ -43,11 +41,6 @@ from spbench.impls.collectives import (
 from spbench.impls.observed_work import host_works
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
-
-#: what DeepSpeed's hooks cost the host for each weight in a forward and in a backward, in calls of a module:
-#: the means of two runs of scripts/program_host.py on a busy machine (a Llama of 12 layers, one of four
-#: ranks), 86 and 87, 61 and 67. The driver's calls, for streams and events, are not among them
-FORWARD_CALLS, BACKWARD_CALLS = 87, 64
 
 _preserving_version = torch.autograd._unsafe_preserve_version_counter
 
@@ -99,20 +92,6 @@ class Partitioned(ReusedBuffer):
         return HeldPart(values[: self.real], self.start)
 
 
-class UsedWeights(dict[str, Any]):
-    """A module's parameters, which reports each access."""
-
-    def __init__(self, parameters: dict[str, Any], used: Any):
-        super().__init__(parameters)
-        self._used = used
-
-    def __getitem__(self, key: str) -> Any:
-        p = super().__getitem__(key)
-        if p is not None:
-            self._used(p)
-        return p
-
-
 class DeepSpeedZero3(DeepSpeedStage):
     """DeepSpeed's ZeRO-3 with the optimizer on the device."""
 
@@ -132,7 +111,7 @@ class DeepSpeedZero3(DeepSpeedStage):
 
     def prepare(self) -> Optimizer:
         groups = {self.names[p]: group for group, parameters in self.summed() for p in parameters}
-        uses = parameter_coordinator.uses_in_order(self.module, self.names)
+        events = parameter_coordinator.recorded(self.module)
         device = self.around.gradient_mesh(()).device_type
         taken = {name: p for p, name in self.names.items()}
         owners = take_parameters(self.module, dict(self.names))
@@ -144,20 +123,13 @@ class DeepSpeedZero3(DeepSpeedStage):
             for owner, attribute in owners[name]:
                 owner.register_parameter(attribute, weight.parameter)
             self.names[weight.parameter] = name
-            weight.parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
         del taken
         elements = {name: weight.elements for name, weight in self.weights.items()}
-        self.coordinator = parameter_coordinator.Coordinator(
-            elements, parameter_coordinator.flat_uses(uses), self.options
-        )
+        self.coordinator = parameter_coordinator.Coordinator(elements, events, self.options)
         self._cut()
-        for owner in self.module.modules():
-            owner.register_forward_pre_hook(self._enter)
-            owner.register_forward_hook(self._leave)
-            owner._parameters = UsedWeights(owner._parameters, self._used)
-        #: modules that run forward, with the weights that each uses itself; the weights in use
-        self.running: list[tuple[nn.Module, list[str]]] = []
-        self.active: set[str] = set()
+        self.hooks = parameter_coordinator.ModuleHooks(
+            self.module, self.names, self._fetch, self._release, self._take, self._begin
+        )
         #: gathers under way by weight: (work, flat buffer or None, the weights of the gather)
         self.pending: dict[str, tuple[dist.Work, Tensor | None, list[Partitioned]]] = {}
         #: weights that have been gathered since their last use
@@ -204,11 +176,6 @@ class DeepSpeedZero3(DeepSpeedStage):
 
     # weights
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        if module is self.module:
-            self._begin()
-        self.running.append((module, []))
-
     @torch.no_grad()
     def _begin(self) -> None:
         """Begin a micro-batch; the first one of a step gathers the persistent weights."""
@@ -217,8 +184,6 @@ class DeepSpeedZero3(DeepSpeedStage):
             self._wait(name)
         for name in self.coordinator.whole.difference(self.coordinator.persistent):
             self.weights[name].free()
-        self.running.clear()
-        self.active.clear()
         self.coordinator.begin()
         self.missing = {*self.weights}
         if not self.gathered and self.coordinator.persistent:
@@ -229,52 +194,26 @@ class DeepSpeedZero3(DeepSpeedStage):
             wait_for_device(self.gradients)
         self.gathered = True
 
-    def _used(self, p: nn.Parameter) -> None:
-        name = self.names.get(p)
-        if name is not None and self.running and name not in self.active:
-            self.running[-1][1].append(name)
-            self._fetch(name, FORWARD_CALLS)
-
-    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        while self.running and self.running[-1][0] is not module:
-            self.running.pop()
-        names = self.running.pop()[1] if self.running else []
-        for name in names:
-            self._release(name)
-        if not names or torch._C._current_graph_task_id() != -1:
-            return
-        for x in tree_leaves(outputs):
-            if isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(partial(self._before_backward, names))
-
-    def _before_backward(self, names: list[str], gradient: Tensor) -> None:
-        self.running.clear()  # of a second run that has ended early
-        while names:
-            if (name := names.pop()) not in self.active:
-                self._fetch(name, BACKWARD_CALLS)
-            else:
-                host_works(BACKWARD_CALLS)
-
     @torch.no_grad()
-    def _fetch(self, name: str, calls: int) -> None:
-        """Make a weight whole before its use, and begin to gather the next ones. ``calls``: see
-        :func:`host_works`. DeepSpeed waits for the event behind the third fetch before
-        (``__max_ongoing_fetch_events``), which is one of the computing stream without ``overlap_comm``."""
-        host_works(calls, checks=name in self.fetched and self.streams[0] is None)
-        self.fetched.discard(name)
-        self.active.add(name)
-        now, ahead = self.coordinator.use(name)
+    def _fetch(self, names: parameter_coordinator.Scope, calls: int) -> None:
+        """Make weights whole before their use, and begin to gather the next ones. DeepSpeed waits for the
+        event behind the third fetch before (``__max_ongoing_fetch_events``), which is one of the computing
+        stream without ``overlap_comm``."""
+        host_works(calls, checks=not self.fetched.isdisjoint(names) and self.streams[0] is None)
+        self.fetched.difference_update(names)
+        now, ahead = self.coordinator.use(names)
         if now:
-            self._gather([self.weights[name]])
-        self._wait(name)
-        for names in ahead:
-            self._gather([self.weights[each] for each in names])
-
-    def _release(self, name: str) -> None:
-        self.active.discard(name)
-        if self.coordinator.release(name):
+            self._gather([self.weights[name] for name in now])
+        for name in names:
             self._wait(name)
-            self.weights[name].free()
+        for later in ahead:
+            self._gather([self.weights[name] for name in later])
+
+    def _release(self, names: parameter_coordinator.Scope) -> None:
+        for name in names:
+            if self.coordinator.release(name):
+                self._wait(name)
+                self.weights[name].free()
 
     def _gather(self, weights: list[Partitioned]) -> None:
         """Begin to gather weights, those of a group in one flat buffer."""
@@ -325,12 +264,14 @@ class DeepSpeedZero3(DeepSpeedStage):
     # gradients
 
     @torch.no_grad()
-    def _accumulated(self, p: nn.Parameter) -> None:
-        """Hook: take a gradient, and free its weight."""
-        weight = self.weights[self.names[p]]
-        gradient, p.grad = p.grad, None
+    def _take(self, names: parameter_coordinator.Scope) -> None:
+        """Put gradients into the bucket."""
+        for name in names:
+            self._put(self.weights[name])
+
+    def _put(self, weight: Partitioned) -> None:
+        gradient, weight.parameter.grad = weight.parameter.grad, None
         assert gradient is not None
-        self._release(weight.name)
         filled = sum(each.elements for each, _ in self.bucket)
         most = self.options.reduce_bucket_size
         if self.bucket and (self.bucket[0][0].group is not weight.group or filled + weight.elements > most):
@@ -434,13 +375,13 @@ class DeepSpeedZero3(DeepSpeedStage):
         sums = {each.axes: each for each in step.summed}
         sets = {name: sums[step.strategy.partial_axes(p)] for p, name in names.items()}
         padding = {name: padded(p.numel(), sets[name].size) for p, name in names.items()}
-        uses = parameter_coordinator.uses_in_order(module, names)
-        coordinator = parameter_coordinator.Coordinator(
-            {n: p.numel() for p, n in names.items()}, parameter_coordinator.flat_uses(uses), options
-        )
+        events = parameter_coordinator.recorded(module)
+        elements = {name: p.numel() for p, name in names.items()}
+        coordinator = parameter_coordinator.Coordinator(elements, events, options)
         gathers = Counter[tuple[bool, Any]]()
-        for backward, name in parameter_coordinator.replayed(coordinator, uses):
-            gathers[backward, sets[name].axes] += padding[name]
+        for backward, scope in parameter_coordinator.replayed(coordinator, events):
+            for name in scope:
+                gathers[backward, sets[name].axes] += padding[name]
         for axes, summed in sums.items():
             if summed.size == 1:
                 continue

@@ -225,7 +225,7 @@ class Bert(nn.Module):
 
     def __init__(self, model: BertModel, strategy: Strategy, seq_len: int, stage: Stage):
         super().__init__()
-        self.model, self.strategy, self.stage = model, strategy, stage
+        self.model, self.strategy, self.seq_len, self.stage = model, strategy, seq_len, stage
         self.unbatched = model.unbatched
         layers = stage.layers(model.layers)
         if stage.first:

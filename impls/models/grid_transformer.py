@@ -103,7 +103,8 @@ class GridTransformer(nn.Module):
 
     def __init__(self, model: GridTransformerModel, strategy: Strategy, seq_len: int):
         super().__init__()
-        self.strategy, self.sizes = strategy, model.sizes(seq_len)
+        self.model, self.strategy, self.seq_len = model, strategy, seq_len
+        self.sizes = model.sizes(seq_len)
         self.patches = Linear(model.token_channels, model.hidden)
         plan, each = model.plan(strategy, seq_len), len(self.sizes)
         self.blocks = nn.ModuleDict(
@@ -121,10 +122,7 @@ class GridTransformer(nn.Module):
         for block in self.blocks.values():
             grid = block(grid)
         predicted = self.head(self.norm(self.strategy.restored(grid).x))
-        return {
-            "predicted": predicted,
-            **(grid_blocks.noise_losses(predicted, inputs) if "noise" in inputs else {}),
-        }
+        return grid_blocks.with_losses(predicted, inputs)
 
 
 PRESETS = {

@@ -217,7 +217,8 @@ class StDit(nn.Module):
 
     def __init__(self, model: StDitModel, strategy: Strategy, seq_len: int):
         super().__init__()
-        self.model, self.strategy, self.sizes = model, strategy, model.sizes(seq_len)
+        self.model, self.strategy, self.seq_len = model, strategy, seq_len
+        self.sizes = model.sizes(seq_len)
         h, channels = model.hidden, model.token_channels
         self.patches = Linear(channels, h)
         self.time = TwoLayers(model.time_features, h, "silu")
@@ -243,10 +244,7 @@ class StDit(nn.Module):
         grid = self.strategy.restored(grid)
         x = modulated(self.norm(grid.x), *_numbers(self.modulation + time[:, None]))
         predicted, _ = self.head(x).chunk(2, -1)  # the second half is the variances
-        return {
-            "predicted": predicted,
-            **(grid_blocks.noise_losses(predicted, inputs) if "noise" in inputs else {}),
-        }
+        return grid_blocks.with_losses(predicted, inputs)
 
 
 PRESETS = {

@@ -22,7 +22,7 @@ from spbench.bench.tools.jobs.argument_tables import (
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
-from spbench.bench.tools.jobs.megatron_inside import as_arguments, as_key, job_of_both, switches
+from spbench.bench.tools.jobs.megatron_inside import as_arguments, as_key, job_of_both
 from spbench.bench.tools.jobs.python_values import has_recipes, recipe_of
 
 _LATENT = "model.multi_latent_attention"
@@ -49,7 +49,10 @@ def _as_megatron(words: str) -> Iterator[tuple[str, ProgramArgument]]:
     """Pairs of a key's name and the key, each with the outcome of Megatron-LM's argument of that name."""
     of_megatron = argument_table("megatron").arguments
     for key in arguments_of(words, "", "mapped"):
-        argument = of_megatron[next(switches(_switch(key.name)[2:]))]
+        word = _switch(key.name)[2:]
+        argument = next(
+            a for prefix in ("", "no-", "disable-") if (a := of_megatron.get(f"--{prefix}{word}"))
+        )
         outcome, detail = argument.outcome, argument.detail
         if argument.beside:  # without effect unless the job gives one of these others, which are refused
             outcome, detail = "no effect", f"of {detail}, whose own key is refused"

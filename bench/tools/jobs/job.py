@@ -11,7 +11,7 @@ from spbench.bench.command_line.record_forms import RecordForms
 from spbench.bench.errors import UserError
 from spbench.bench.files import parse_json, read_file, resolved
 from spbench.bench.measure import Problem, changed, expand, utilization
-from spbench.bench.setting_values import CONFIG, DOCUMENTS, LENGTHS, names_a_file
+from spbench.bench.setting_values import CONFIG, names_a_file
 from spbench.bench.units import claim
 from spbench.bench.yaml_files import SUFFIXES, nested
 from spbench.bench.yaml_text import comment, scalar
@@ -176,10 +176,8 @@ class Job:
         lines += [f"title: {scalar(self.title)}", "groups:"]
         sources = {setting.path: setting.source for setting in self.settings}
         content = self.content()
-        options = content.get("model_options", {})
-        for place, key in ((content, "model"), (content, "cluster"), (options, DOCUMENTS)):
-            place |= {key: seen_from(folder, place[key])} if key in place else {}
-        body = [*_lines(content, "", sources)]
+        seen = {key: seen_from(folder, content[key]) for key in ("model", "cluster")}
+        body = [*_lines(content | seen, "", sources)]
         for number, (text, source) in enumerate(body):
             line = ("  - " if number == 0 else "    ") + text
             lines.append(f"{f'{line} '.ljust(_COMMENT_COLUMN)}{comment(source)}" if source else line)
@@ -199,8 +197,8 @@ class Job:
 def seen_from(folder: Path, text: str) -> str:
     """A path from the current folder, rewritten as a path from ``folder``; a name is unchanged."""
     path, start = Path(text).expanduser(), resolved(folder)
-    is_named = names_a_file(text) or path.suffix in (*SUFFIXES, *LENGTHS)
-    if not is_named or not lexists(path) or path.is_absolute() or start == resolved(Path()):
+    is_path = (names_a_file(text) or path.suffix in SUFFIXES) and lexists(path) and not path.is_absolute()
+    if not is_path or start == resolved(Path()):
         return text
     seen = relpath(resolved(path.parent) / path.name, start)
     return seen if names_a_file(seen) else f"./{seen}"

@@ -24,6 +24,8 @@ _NODES = ("--nnodes", "--nodes", "-N", "--num-nodes", "--num_nodes")
 _RANKS = ("-np", "-n", "--ntasks", "--num-processes", "--num_processes")
 #: the name by which --given chooses one of several commands that train
 _LINE = "line"
+#: the most digits, in all, of the values of variables that count processes
+_MOST_DIGITS = 11
 _COMMENT_OPTION = re.compile(r"^#SBATCH\s+(-\w|--[\w-]+)(?:[ =]+(\S+))?", re.MULTILINE)
 
 
@@ -159,8 +161,9 @@ def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
     elif "file" in spec and "accelerate launch" not in script.text:
         launch = launched(script, re.compile(spec["file"]), files.environment)
     if launch is not None and "processes" in spec and not launch.program.endswith(".py"):
-        gpus, _ = _multiplied(*(launch.environment.get(name, "1") for name in spec["processes"].split()))
-        launch = replace(launch, gpus=gpus)
+        counts = [launch.environment.get(name, "1") for name in spec["processes"].split()]
+        are_numbers = all(count.isdecimal() for count in counts) and len("".join(counts)) <= _MOST_DIGITS
+        launch = replace(launch, gpus=math.prod(map(int, counts)) if are_numbers else None)
     return launch
 
 

@@ -37,8 +37,6 @@ _SIZES = {
     for axis, kind in (("tp", "tensor-model"), ("pp", "pipeline-model"), ("sp", "context"))
 }
 _SCHEDULE = "--step-batch-size-schedule"
-#: context parallelism by document, and the most tokens of a rank
-_DYNAMIC, _MOST = "--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank"
 
 
 def read(files: JobFiles) -> Job | None:
@@ -238,16 +236,12 @@ def _set_parallelism(account: Account, gpus: int | None) -> int | None:
     context, zigzag = _CONTEXTS.get(kind, CONTEXT["p2p"])
     if exchanged := bool(pattern_of(account)) and context == CONTEXT["p2p"][0]:
         context, zigzag = CONTEXT["a2a"]
-    pool = sizes["sp"] * (replicas or 1) if account.has(_DYNAMIC) else 0
-    if pool:  # the ranks of all replicas share the documents of their rows
-        context, zigzag, kind, sizes["sp"], replicas = "dynamic_cp", False, "", pool, 1
     levelled = [_LEVELS] if kind == HIERARCHICAL[1] else []
     levels = [int(size) for size in str(account.value(_LEVELS) or "").split()] if levelled else []
     inner, outer = levels if len(levels) == 2 else (sizes["sp"], None)
     outside = ["dp", "pp"] if account.has("--use-tp-pp-dp-mapping") else ["pp", "dp"]
     account.facts |= {
         "gpus": gpus,
-        "pool": pool,
         "parts": parts,
         "replicas": replicas,
         "expert_parts": expert_parts,
@@ -276,16 +270,10 @@ def _set_batch(account: Account, replicas: int | None) -> None:
     first = (str(schedule or "").split() or [""])[0].rpartition(":")[2]
     if schedule is not None:
         total = int(first) if first.isdecimal() else None
-    rows, most, pool = length, account.value(_MOST), account.facts["pool"]
-    if pool and length and most and micro:  # a micro-batch is what all ranks hold in a round
-        tokens = (total or micro * pool // context) * length
-        micro, rows = 1, most * pool
-        total = -(-tokens // rows)
     at_once = 0 if micro is None or replicas is None else micro * replicas
     whole = at_once if total is None else total
     key = "--global-batch-size" if schedule is None else _SCHEDULE
     account.facts |= {
-        "rows": rows,
         "uneven_length": length is not None and context > 1 and length % (2 * context) > 0,
         "schedule": repr(schedule),
         "total_key": key,

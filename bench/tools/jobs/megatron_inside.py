@@ -202,7 +202,7 @@ def _argument(key: str, value: Any) -> tuple[str, list[str]]:
     if isinstance(value, bool):
         if value:
             return (f"--{word}", []) if argument is not None and not argument.takes else ("", [])
-        return next(switches(word, _OFF), ""), []
+        return next(_switches(word, _OFF), ""), []
     values = value if isinstance(value, list) else [value]
     return f"--{word}", [
         str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in values
@@ -241,13 +241,13 @@ def _outcomes(
             argument = of_program[key]
         if argument is not None:
             yield replace(argument, name=key, value=f"= {shown(value)}")
-        elif any(switches(word.replace("_", "-"))):
+        elif any(_switches(word.replace("_", "-"), ("", *_OFF))):
             yield Argument(key, f"= {shown(value)}", "no effect", "is so without it")
         else:
             yield Argument(key, f"= {shown(value)}", "unknown", "")
 
 
-def switches(word: str, prefixes: Sequence[str] = ("", *_OFF)) -> Iterator[str]:
+def _switches(word: str, prefixes: Sequence[str]) -> Iterator[str]:
     """Megatron-LM's switches of a key's name ``word``, with dashes, behind one of ``prefixes``."""
     stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]
     every = (f"--{prefix}{stem}" for stem in stems for prefix in prefixes)

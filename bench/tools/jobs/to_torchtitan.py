@@ -12,7 +12,7 @@ from spbench.bench.tools.jobs.job import TABLES
 from spbench.bench.tools.jobs.rules import follow
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
 from spbench.bench.tools.jobs.torchtitan_models import LESS, SCHEDULES, models, stage_layers
-from spbench.impls import FOLDED_AXES, CausalTransformerModel, Model, model_preset
+from spbench.impls import CausalTransformerModel, Model, model_preset
 
 #: sizes that a flavor fixes
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabulary", "qk_norm")
@@ -43,12 +43,16 @@ def flags(cell: Cell) -> Flags:
 def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     """The settings, by path, for which torchtitan has one key each."""
     _, mesh = several_ranks(cell)
-    axes = ("tp", "pp", "sp", *FOLDED_AXES * bool(model.experts))
     return {
         "seq_len": cell.shape[1],
         "precision": "bf16" if cell.precision == "bf16" else "fp32",
         "training.parameters": cell.training.backend_options.get("parameters"),
-        **{f"sizes.{axis}": mesh.get(axis, 1) for axis in axes},
+        **{f"sizes.{axis}": mesh.get(axis, 1) for axis in ("tp", "pp", "sp")},
+        **(
+            {f"sizes.{axis}": cell.sizes.by_axis.get(axis, 1) for axis in ("ep", "etp")}
+            if model.experts
+            else {}
+        ),
         "strategy_options.loss": cell.strategy_options.get("loss", "parallel"),
         "model_options.recompute_early_stop": model.recompute_early_stop,
     }

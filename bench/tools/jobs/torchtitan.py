@@ -182,12 +182,18 @@ class TorchtitanJob(torchtitan_models.TorchtitanModel):
 
     def _chunks_and_graphs(self, tokens: int) -> None:
         """Set the chunks in which registries cut the loss of ``tokens``, and tell of their CUDA graphs."""
-        account = self.keys
+        account, graphs = self.keys, "training.disable_cuda_graphs"
+        if graphs not in account.program_arguments:
+            return
         if chunks := self.value(name := "loss.num_chunks", 0):
             parts = account.count(self.named("context_parallel_degree"))
             tile = -(-tokens // (chunks * parts))
             account.set("model_options.loss_tile", tile, name, note="tokens of a chunk")
-        call(account, "graphs")
+        if not account.value(graphs):
+            why = "CUDA graphs keep their tensors apart, and kernels start without the host"
+            account.leave("both", why, graphs)
+            account.remarks.append("forward and backward are no CUDA graph, whose memory is kept apart")
+        account.ignore("no CUDA graph is modelled", graphs)
 
     def _micro_batches(self, runs: int, parts: int, total_key: str, local_key: str, parts_key: str) -> None:
         """Set a step's number of micro-batches: ``runs``, whose gradients are added up, times the ``parts``

@@ -100,6 +100,8 @@ def call_of(model: Architecture) -> ExpertCall:
 class MixtureModule(nn.Module):
     """The module of router, routed experts and shared experts, x [B, L, H] -> [B, L, H]."""
 
+    gathered_whole = True  # as a leaf module of DeepSpeed's ZeRO-3
+
     def __init__(self, model: Architecture, strategy: Strategy):
         super().__init__()
         self.model, self.strategy, place = model, strategy, strategy.place

@@ -181,12 +181,15 @@ def with_positions(grid: Grid) -> Grid:
     return grid.of(x)
 
 
-def noise_losses(predicted: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The losses of ``predicted`` noise [B, n1, .., nK, C]: ``token_loss`` [B, n1, .., nK], a token's mean
-    square error over channels, and ``loss`` = ``noise_loss``, this rank's share of the weighted sum."""
+def with_losses(predicted: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``predicted`` noise [B, n1, .., nK, C] and, if the inputs have ``noise``, its losses: ``token_loss``
+    [B, n1, .., nK], a token's mean square error over channels, and ``loss`` = ``noise_loss``, this rank's
+    share of the weighted sum."""
+    if "noise" not in inputs:
+        return {"predicted": predicted}
     token_loss = (full_precision(predicted) - inputs["noise"]).square().mean(-1)
     loss = (token_loss * inputs["loss_weights"]).sum()
-    return {"loss": loss, "noise_loss": loss, "token_loss": token_loss}
+    return {"predicted": predicted, "loss": loss, "noise_loss": loss, "token_loss": token_loss}
 
 
 class LoneGridLayer(nn.Module):

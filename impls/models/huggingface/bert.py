@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeFloat, PositiveInt
 
 from spbench.impls.models.bert import BertModel
-from spbench.impls.models.huggingface.config import Config, not_covered
+from spbench.impls.models.huggingface.config import SizedConfig, not_covered
 
 
-class BertConfig(Config):
+class BertConfig(SizedConfig):
     """BERT's fields. Whatever ``architectures`` a file names, the model has the heads for masked words and
     for the order of sentences."""
 
@@ -25,11 +25,6 @@ class BertConfig(Config):
     # the model's norms always have an epsilon of 1e-12, as in the files of the paper's authors
     ignored: ClassVar[frozenset[str]] = frozenset({"layer_norm_eps"})
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
     max_position_embeddings: PositiveInt = 512
     type_vocab_size: PositiveInt = 2
     hidden_dropout_prob: NonNegativeFloat = 0.1

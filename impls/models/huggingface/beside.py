@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
+from spbench.impls.models.huggingface.config import SizedConfig
 from spbench.impls.models.huggingface.gpt2 import mlp_of
 from spbench.impls.models.huggingface.llama import RotaryConfig
 
@@ -82,17 +83,12 @@ OLDER_NAMES = {
 }
 
 
-class GptNeoxConfig(RotaryConfig):
+class GptNeoxConfig(RotaryConfig, SizedConfig):
     """GPT-NeoX's and Pythia's layers, by default with RoPE on a quarter of each head."""
 
     name: ClassVar[str] = "gpt_neox"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {"attention_bias": [True], "is_decoder": [False]}
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
     hidden_act: str = "gelu"
     hidden_dropout: NonNegativeFloat = 0.0
     attention_dropout: NonNegativeFloat = 0.0

@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
 from spbench.impls.discovery import named_classes
 from spbench.impls.models.model import Model
@@ -65,6 +65,22 @@ IGNORED = frozenset(
 )
 
 
+#: the decoder's option for each field of a file, by the field names that most families use
+_OPTION_OF = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "inner",
+    "vocab_size": "vocabulary",
+    "tie_word_embeddings": "tied",
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), "norm_epsilon"),
+    "rope_theta": "rotary_base",
+    "partial_rotary_factor": "rotary_share",
+}
+
+
 class Config(BaseModel):
     """The fields of a family's config.json from which the model's options follow.
 
@@ -79,6 +95,11 @@ class Config(BaseModel):
     name: ClassVar[str] = ""
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+
+    def said(self) -> dict[str, Any]:
+        """The options of a decoder that fields say by their usual names."""
+        fields = type(self).model_fields
+        return {option: getattr(self, field) for field, option in _OPTION_OF.items() if field in fields}
 
     @abstractmethod
     def model(self) -> Model:
@@ -170,6 +191,16 @@ def _check_sizes(config: Config) -> None:
             _check_sizes(value)
         elif type(value) is int and value > most:
             raise ValueError(f"field {field} = {value}: it must be at most {most}")
+
+
+class SizedConfig(Config):
+    """The sizes that most families have, without defaults."""
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
 
 
 class WithImagesConfig(Config):

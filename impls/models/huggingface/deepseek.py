@@ -12,12 +12,32 @@ from typing import Any, ClassVar, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.huggingface.config import not_covered
+from spbench.impls.models.huggingface.config import SizedConfig, not_covered
 from spbench.impls.models.huggingface.llama import LlamaConfig, RotaryConfig
 from spbench.impls.models.huggingface.mixtral import balanced
 
 
-class DeepseekV2Config(RotaryConfig):
+class LatentExpertsConfig(SizedConfig):
+    """The fields that DeepSeek's families and Kimi Linear share."""
+
+    moe_intermediate_size: PositiveInt
+    kv_lora_rank: PositiveInt
+    q_lora_rank: PositiveInt | None = None
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    v_head_dim: PositiveInt
+    first_k_dense_replace: NonNegativeInt = 0
+    routed_scaling_factor: PositiveFloat = 1.0
+    rms_norm_eps: PositiveFloat = 1e-6
+    tie_word_embeddings: bool = False
+
+    def latent_options(self) -> dict[str, Any]:
+        """The options of latent attention, which have the names of the fields."""
+        sizes = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return {name: getattr(self, name) for name in sizes}
+
+
+class DeepseekV2Config(RotaryConfig, LatentExpertsConfig):
     """DeepSeek-V2's layers: latent attention, with a latent of queries unless ``q_lora_rank`` is null; an MLP
     in the first ``first_k_dense_replace`` layers, and experts in the others.
 
@@ -43,33 +63,19 @@ class DeepseekV2Config(RotaryConfig):
         }
     )
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    moe_intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt | None = None
-    kv_lora_rank: PositiveInt
     q_lora_rank: PositiveInt | None = 1536
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
     n_routed_experts: PositiveInt | None = None
     n_shared_experts: NonNegativeInt | None = None
     num_experts_per_tok: PositiveInt | None = None
-    first_k_dense_replace: NonNegativeInt = 0
     n_group: PositiveInt | None = 1
     topk_group: PositiveInt | None = 1
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "greedy"
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     norm_topk_prob: bool = False
-    routed_scaling_factor: PositiveFloat = 1.0
     aux_loss_alpha: NonNegativeFloat = 0.0
     seq_aux: bool = True
     num_nextn_predict_layers: NonNegativeInt = 0
-    rms_norm_eps: PositiveFloat = 1e-6
-    tie_word_embeddings: bool = False
 
     def model(self) -> CausalTransformerModel:
         heads = self.num_attention_heads
@@ -78,11 +84,7 @@ class DeepseekV2Config(RotaryConfig):
             raise not_covered("num_key_value_heads", self.num_key_value_heads, why)
         return CausalTransformerModel(
             **self.options() | {"rotary_share": 1.0},  # RoPE turns all qk_rope_head_dim features
-            kv_lora_rank=self.kv_lora_rank,
-            q_lora_rank=self.q_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
+            **self.latent_options(),
             mtp_layers=self.num_nextn_predict_layers,
             **self.index_options(),
             **self._expert_options(),

@@ -4,9 +4,10 @@ attention without positions in the others, and DeepSeek-V3's experts."""
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
 from spbench.impls.models.huggingface.config import Config, not_covered
+from spbench.impls.models.huggingface.deepseek import LatentExpertsConfig
 from spbench.impls.models.huggingface.llama import repeated_pattern
 from spbench.impls.models.hybrid import HybridModel
 
@@ -24,7 +25,7 @@ class KimiDeltaFields(BaseModel):
     full_attn_layers: Sequence[PositiveInt]
 
 
-class KimiLinearConfig(Config):
+class KimiLinearConfig(LatentExpertsConfig):
     """Kimi Linear's layers: an MLP in the first ``first_k_dense_replace``, and experts in the others."""
 
     name: ClassVar[str] = "kimi_linear"
@@ -47,27 +48,12 @@ class KimiLinearConfig(Config):
         }
     )
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    moe_intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
     linear_attn_config: KimiDeltaFields
-    kv_lora_rank: PositiveInt
-    q_lora_rank: PositiveInt | None = None
-    qk_nope_head_dim: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    v_head_dim: PositiveInt
     num_experts: PositiveInt
     num_experts_per_token: PositiveInt
     num_shared_experts: NonNegativeInt = 1
-    first_k_dense_replace: NonNegativeInt = 0
     moe_router_activation_func: Literal["softmax", "sigmoid"] = "sigmoid"
     moe_renormalize: bool = True
-    routed_scaling_factor: PositiveFloat = 1.0
-    rms_norm_eps: PositiveFloat = 1e-6
-    tie_word_embeddings: bool = False
 
     def model(self) -> HybridModel:
         states, layers = self.linear_attn_config, range(1, self.num_hidden_layers + 1)
@@ -76,19 +62,9 @@ class KimiLinearConfig(Config):
             raise not_covered("linear_attn_config", states.model_dump(), why)
         return HybridModel(
             pattern=repeated_pattern("".join("K" if i in states.kda_layers else "S" for i in layers)),
-            layers=self.num_hidden_layers,
-            hidden=self.hidden_size,
-            heads=self.num_attention_heads,
-            inner=self.intermediate_size,
             position="none",
-            vocabulary=self.vocab_size,
-            tied=self.tie_word_embeddings,
-            norm_epsilon=self.rms_norm_eps,
-            kv_lora_rank=self.kv_lora_rank,
-            q_lora_rank=self.q_lora_rank,
-            qk_nope_head_dim=self.qk_nope_head_dim,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            v_head_dim=self.v_head_dim,
+            **self.said(),
+            **self.latent_options(),
             state_heads=states.num_heads,
             state_key_heads=states.num_heads,
             key_size=states.head_dim,

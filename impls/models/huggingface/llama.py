@@ -11,26 +11,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.huggingface.config import Config, not_covered
+from spbench.impls.models.huggingface.config import Config, SizedConfig, not_covered
 from spbench.impls.models.hybrid import HybridModel
 
 #: kinds of RoPE's scaling that change only angles, not shapes or costs; models here leave angles unscaled
 ANGLES_ALONE = ("default", "linear", "dynamic", "llama3", "yarn")
-
-#: the decoder's option for each field of a file, by the field names that most families use
-_OPTION_OF = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "inner",
-    "vocab_size": "vocabulary",
-    "tie_word_embeddings": "tied",
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), "norm_epsilon"),
-    "rope_theta": "rotary_base",
-    "partial_rotary_factor": "rotary_share",
-}
 
 
 class RotaryConfig(Config):
@@ -47,8 +32,7 @@ class RotaryConfig(Config):
     def options(self) -> dict[str, Any]:
         """The decoder's options from the fields; kv_heads and head_dim are None where they have the default
         that follows from other options."""
-        fields = type(self).model_fields
-        said = {option: getattr(self, field) for field, option in _OPTION_OF.items() if field in fields}
+        said = self.said()
         heads = said["heads"]
         follow = {"kv_heads": heads, "head_dim": said["hidden"] / heads}
         return said | {name: None for name, value in follow.items() if said.get(name) == value}
@@ -73,7 +57,7 @@ class RotaryConfig(Config):
         return plain
 
 
-class LlamaConfig(RotaryConfig):
+class LlamaConfig(RotaryConfig, SizedConfig):
     """Llama's layers: grouped-query attention with RoPE, a gated MLP, an RMS norm before each, no biases."""
 
     name: ClassVar[str] = "llama"
@@ -84,11 +68,6 @@ class LlamaConfig(RotaryConfig):
         "attention_bias": [False],
     }
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
     rms_norm_eps: PositiveFloat = 1e-6

@@ -59,6 +59,7 @@ class QwenExpertsConfig(Config):
     ignored: ClassVar[frozenset[str]] = frozenset({"output_router_logits"})
 
     num_hidden_layers: PositiveInt
+    num_experts: NonNegativeInt
     num_experts_per_tok: PositiveInt
     moe_intermediate_size: PositiveInt
     decoder_sparse_step: PositiveInt = 1
@@ -66,19 +67,21 @@ class QwenExpertsConfig(Config):
     norm_topk_prob: bool = False
     router_aux_loss_coef: NonNegativeFloat = 0.001
 
-    def expert_options(self, experts: int) -> dict[str, Any]:
-        """The options of a model with ``experts`` routed experts; {} for 0 experts."""
-        if not experts:
-            return {}
+    def family_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = super().family_options()  # type: ignore[misc]  # of the family without experts
+        if not self.num_experts:
+            return options
         if others := [i for i in self.mlp_only_layers if i >= self.num_hidden_layers]:
             raise not_covered("mlp_only_layers", others, f"there are {self.num_hidden_layers} layers")
         step, without = self.decoder_sparse_step, self.mlp_only_layers
         flags = [(i + 1) % step == 0 and i not in without for i in range(self.num_hidden_layers)]
-        return {
-            "experts": experts,
+        shared = getattr(self, "shared_expert_intermediate_size", 0)
+        return options | {
+            "experts": self.num_experts,
             "experts_per_token": self.num_experts_per_tok,
             "expert_inner": self.moe_intermediate_size,
             "router_normalized": self.norm_topk_prob,
+            **({"shared_inner": shared, "shared_gate": True} if shared else {}),
             **layers_with_experts(flags),
             **balanced(self.router_aux_loss_coef),
         }
@@ -94,12 +97,6 @@ class Qwen2MoeConfig(QwenExpertsConfig, llama.Qwen2Config):
     moe_intermediate_size: PositiveInt = 1408
     shared_expert_intermediate_size: PositiveInt = 5632
 
-    def family_options(self) -> dict[str, Any]:
-        options = {**super().family_options(), **self.expert_options(self.num_experts)}
-        if self.num_experts:
-            options |= {"shared_inner": self.shared_expert_intermediate_size, "shared_gate": True}
-        return options
-
 
 class Qwen3MoeConfig(QwenExpertsConfig, llama.Qwen3Config):
     """The layers of Qwen3 with experts: Qwen3's, with routed experts, and by default no ``head_dim``."""
@@ -110,9 +107,6 @@ class Qwen3MoeConfig(QwenExpertsConfig, llama.Qwen3Config):
     num_experts: NonNegativeInt = 128
     num_experts_per_tok: PositiveInt = 8
     moe_intermediate_size: PositiveInt = 768
-
-    def family_options(self) -> dict[str, Any]:
-        return {**super().family_options(), **self.expert_options(self.num_experts)}
 
 
 class GptOssConfig(llama.RotaryConfig):

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from spbench.impls.models.huggingface.config import Config, not_covered
+from spbench.impls.models.huggingface.config import SizedConfig, not_covered
 from spbench.impls.models.hybrid import HybridModel
 
 
-class NemotronHConfig(Config):
+class NemotronHConfig(SizedConfig):
     """Nemotron-H's layers, by the letters of ``hybrid_override_pattern``: Mamba-2 (M), softmax attention
     without positions (*), an MLP of squared ReLU (-), experts of squared ReLU (E), each with its own norm."""
 
@@ -48,12 +48,7 @@ class NemotronHConfig(Config):
         }
     )
 
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
     hybrid_override_pattern: str
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
     attention_head_dim: PositiveInt | None = None
     head_dim: PositiveInt | None = None

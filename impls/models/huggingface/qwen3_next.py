@@ -62,12 +62,6 @@ class GatedDeltaExpertsConfig(QwenExpertsConfig, GatedDeltaConfig):
     shared_expert_intermediate_size: PositiveInt = 512
     norm_topk_prob: bool = True
 
-    def family_options(self) -> dict[str, Any]:
-        options = {**super().family_options(), **self.expert_options(self.num_experts)}
-        if self.num_experts:
-            options |= {"shared_inner": self.shared_expert_intermediate_size, "shared_gate": True}
-        return options
-
 
 class Qwen3NextConfig(GatedDeltaExpertsConfig):
     """Qwen3-Next's layers, all of which have experts."""
