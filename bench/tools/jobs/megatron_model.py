@@ -98,8 +98,8 @@ _HYBRID = "nemotron-h-8b"
 _PRESETS = {"gpt3-345m": 3e8, "gpt3-7b": 6.4e9, "gpt3-175b": 1.7e11}
 #: names of arguments that configure experts
 _OF_EXPERTS = re.compile(r"--(moe|expert)-")
-#: bytes of the data loader's mask, one for each query and key, from which on a remark names the mask
-_LARGE_MASK = 2**30
+#: bytes of a mask from which on a remark names it; bytes of the host for each of its bytes, while it is made
+_LARGE_MASK, _MADE_BYTES = 2**30, 8
 
 
 def set_model(account: Account, *, bert: bool, cluster: str | None) -> None:
@@ -150,8 +150,8 @@ def _facts(account: Account) -> dict[str, Any]:
     weights = str(account.value("--moe-aux-loss-coeff") or "0").split()
     heads, size = account.value("--mamba-num-heads"), account.value("--mamba-head-dim")
     positions = account.value("--position-embedding-type")
-    micro = account.value("--micro-batch-size") or 1
-    held = micro * (megatron_layers.length_of(account) or 0) ** 2
+    pairs = (megatron_layers.length_of(account) or 0) ** 2
+    held = (account.value("--micro-batch-size") or 1) * pairs
     return {
         "pattern": megatron_layers.pattern_of(account),
         "layers": megatron_layers.layers_of(account),
@@ -175,8 +175,8 @@ def _facts(account: Account) -> dict[str, Any]:
         "state_heads_note": "" if heads else "2 x --hidden-size / --mamba-head-dim",
         # ranks of context parallelism have parts of the heads, not of a sequence, within attention
         "whole_sequences": {*str(account.value("--cp-comm-type") or "p2p").split()} == {"a2a"},
-        "micro_batch": micro,
         "mask_gib": gib(held) if held >= _LARGE_MASK else "",
+        "made_gib": gib(_MADE_BYTES * pairs),
     }
 
 
