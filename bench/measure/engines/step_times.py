@@ -262,17 +262,10 @@ def remark(ranks: Sequence[Mapping[str, Any]]) -> str:
     return next((f"rank {rank}: {note}" for rank, note in notes.items() if note), "")
 
 
-def seconds(
-    work: Callable[[], Any],
-    device_type: str,
-    repeats: int,
-    *,
-    burst: int = 1,
-    group: dist.ProcessGroup | None = None,
-) -> list[float]:
+def seconds(work: Callable[[], Any], device_type: str, repeats: int, *, burst: int = 1) -> list[float]:
     """The seconds of one call of ``work`` on the slowest rank: ``repeats`` samples, each the mean of a burst.
 
-    All ranks of the group call this function together, start together, and get the same samples. On a GPU, a
+    All ranks call this function together, start together, and get the same samples. On a GPU, a
     pair of CUDA events encloses each burst, and the host waits for the device once, at the end, so that
     kernels are launched ahead as in training; events see the current stream and the work it waits for. On
     CPUs, where a call has ended when it returns, ranks meet again before each burst.
@@ -284,21 +277,18 @@ def seconds(
         device_type: :attr:`DeviceMesh.device_type`, "cuda" or "cpu".
         repeats: the number of samples.
         burst: calls in a sample; several, if one call is short compared with the clock or a barrier.
-        group: the ranks that take part; None: all ranks, or this process if there is no process group.
     """
     time_bursts = _by_events if device_type == "cuda" else _by_clock
-    samples = time_bursts(work, repeats, burst, group)
+    samples = time_bursts(work, repeats, burst)
     taken = torch.tensor(samples, dtype=torch.float64, device=device_type) / burst
     if dist.is_initialized():
-        dist.all_reduce(taken, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
     return taken.tolist()
 
 
-def _by_events(
-    work: Callable[[], Any], repeats: int, burst: int, group: dist.ProcessGroup | None
-) -> list[float]:
+def _by_events(work: Callable[[], Any], repeats: int, burst: int) -> list[float]:
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    _meet("cuda", group)
+    _meet("cuda")
     for start, end in pairs:
         start.record()
         for _ in range(burst):
@@ -308,12 +298,10 @@ def _by_events(
     return [start.elapsed_time(end) / 1e3 for start, end in pairs]  # milliseconds to seconds
 
 
-def _by_clock(
-    work: Callable[[], Any], repeats: int, burst: int, group: dist.ProcessGroup | None
-) -> list[float]:
+def _by_clock(work: Callable[[], Any], repeats: int, burst: int) -> list[float]:
     samples = []
     for _ in range(repeats):
-        _meet("cpu", group)
+        _meet("cpu")
         start = time.perf_counter()
         for _ in range(burst):
             work()
@@ -321,14 +309,14 @@ def _by_clock(
     return samples
 
 
-def _meet(device_type: str, group: dist.ProcessGroup | None) -> None:
+def _meet(device_type: str) -> None:
     """Wait until all ranks call this function, and the device has done its work.
 
     An all-reduce replaces ``dist.barrier``, which needs the device with NCCL and refuses a device with Gloo.
     No rank has the sum before all ranks have given their part.
     """
     if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+        dist.all_reduce(torch.zeros(1, device=device_type))
     if device_type == "cuda":
         torch.cuda.synchronize()
 
