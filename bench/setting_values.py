@@ -277,7 +277,7 @@ class StandIn(NamedTuple):
         by: the work that is simulated; "": it is not known which part of the work takes longer.
         programs: the programs that do the work, "" for a cell that names none; empty: every program.
         backends: the backends with which programs do the work; empty: any backend.
-        axis: only cells with several ranks along this axis, several "nodes", "graphs" or "lora"; "": any cell.
+        axis: only cells with several ranks along this axis, several "nodes", "graphs" or "lora"; "": any.
         network: only clusters with a network of this name; "": any.
     """
 
