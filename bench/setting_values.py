@@ -332,9 +332,8 @@ def stand_ins(program: str, backend: str, ranks: Mapping[str, int], network: str
         network: the name of the cluster's network.
     """
     for each in STAND_INS:
-        is_so = program in (each.programs or PROGRAMS) and network == (each.network or network)
-        is_so = is_so and backend in (each.backends or (backend,))
-        if is_so and (not each.axis or ranks.get(each.axis, 1) > 1):
+        as_run = program in (each.programs or PROGRAMS) and backend in (each.backends or (backend,))
+        if as_run and network == (each.network or network) and (not each.axis or ranks.get(each.axis, 1) > 1):
             yield each
 
 

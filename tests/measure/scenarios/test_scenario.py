@@ -274,7 +274,6 @@ def test_lists_of_orders_multiply(tmp_path: Path) -> None:
     assert chosen(of, where=[("mesh", UNSET)]) == ["dp2xsp2", "dp2xsp4"]
     with pytest.raises(UserError, match=r"has mesh dp sp; they have: unset, sp dp, tp dp$"):
         chosen(of, where=[("mesh", "dp sp")])
-    # no command lists settings, so none is named
     with pytest.raises(UserError, match=r"unknown setting 'world_size' \(none of \d+ is like it\)$"):
         chosen(of, where=[("world_size", "8")])
 
