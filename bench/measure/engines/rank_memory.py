@@ -179,11 +179,13 @@ class RankMemory:
         found = card = replay(log.sizes, log.events, capacity, stops, log.streams, kind)
         failure = None
         if card.out_of_memory is not None:
-            at = card.events
-            step = log.step_of(at)
+            at, step = card.events, log.step_of(card.events)
             fit = False
-            if not step:
-                steps = replay(log.sizes, log.without_setup(), capacity, (), log.streams, kind)
+            if not step:  # the steps after a set-up whose own tensors are left out
+                dead = {-event for event in log.events[: log.step_start]}
+                left = [event for event in log.events[: log.step_start] if event > 0 and event not in dead]
+                left += log.events[log.step_start :]
+                steps = replay(log.sizes, left, capacity, (), log.streams, kind)
                 fit = steps.out_of_memory is None
             failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
             found = replay(log.sizes, log.events, None, stops, log.streams, kind)

@@ -119,9 +119,11 @@ class RankTurns:
         short = ahead if ahead < _NEAR else _FEWEST
         if both > ahead + _NEAR and self.counts:
             micro_batches = SHORT
-        elif both > ahead + _NEAR:  # two warm-ups, a steady state until turns repeat, and a last one
-            short = min(short, _NEAR + 1)
-            micro_batches = 2 * short + _FEWEST + 1
+        elif (
+            both > ahead + _NEAR
+        ):  # warm-ups, two steady turns that are alike (:attr:`steady`), and a last one
+            short = min(ahead, _NEAR + 1)
+            micro_batches = 2 * short + _NEAR + 1 + (not short)  # a step's first turn is like no other
         elif both > ahead:
             micro_batches = count - 2 * (ahead - short)
         else:
@@ -144,6 +146,14 @@ class RankTurns:
     @cached_property
     def _places(self) -> dict[Action, int]:
         return {action: place for place, action in enumerate(self.actions)}
+
+    @property
+    def steady(self) -> list[tuple[int, int]]:
+        """The places of two forwards, and of the two backwards after them, that must do the same work: the
+        last two turns of the steady state of a rank with one chunk, if it has two."""
+        last, ahead = len(self.of) - 2, self.ahead
+        pair = (("forward", 0), ("backward", ahead)) if self.of.chunks == 1 and last > 2 * ahead else ()
+        return [(self._places[name, last - 1 - by], self._places[name, last - by]) for name, by in pair]
 
     @cached_property
     def _latest(self) -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ class TurnParts:
         first: for each part the number of targets before it, then the number of all targets.
 
     Raises:
-        NotAlike: the phases of the list are not the phases of the turns.
+        NotAlike: the phases of the list are not the phases of the turns, or its steady turns differ.
     """
 
     def __init__(self, listed: Listed, turns: RankTurns, steps: int):
@@ -64,6 +64,10 @@ class TurnParts:
         if at < len(names):
             raise NotAlike(f"{names[at]} comes after the last step")
         self.starts.append(len(listed))
+        for pair in turns.steady:
+            one, other = (self.entries(self.keys.index((steps - 1, place))) for place in pair)
+            if not np.array_equal(listed.tokens[one], listed.tokens[other]):
+                raise NotAlike(f"turns {pair} of a steady state differ")
         self._targets = np.flatnonzero(listed.targets)
         self._numbers = np.concatenate(([0], np.cumsum(listed.targets)))
         self.first = self._numbers[self.starts]

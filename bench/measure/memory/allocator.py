@@ -70,7 +70,7 @@ class CachingAllocator:
 
     Attributes:
         allocated, reserved: bytes now, as torch.cuda.memory_allocated and memory_reserved count them.
-        peak_allocated, peak_reserved: the most such bytes so far.
+        peak_reserved: the most reserved bytes so far.
     """
 
     #: large segments are a multiple of this many bytes
@@ -84,7 +84,7 @@ class CachingAllocator:
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.allocated = self.reserved = self.peak_reserved = 0
         #: bytes returned to the card because it was full, and the driver's seconds to return and replace them
         self.returned, self.returned_s = 0, 0.0
         # by (stream, whether small): the free blocks as (size, address), in the allocator's order
@@ -103,12 +103,8 @@ class CachingAllocator:
         block = self._take(size, pool) or self._new_segment(size, pool)
         remaining = block.size - size
         if remaining >= (GRANULE if pool[1] else self.least_rest) and size < self.split_limit:
-            rest = self._cut(block, size)
-            rest.free = True
-            insort(self._free[pool], (remaining, rest.address))
+            self._add_free(self._cut(block, size))
         self.allocated += block.size
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated = self.allocated
         return block
 
     def give_back(self, block: Block) -> None:
@@ -238,7 +234,7 @@ class Replay:
     """The result of a memory log's replay on a card, over the whole log or until it ran out of memory.
 
     Attributes:
-        peak_allocated, peak_reserved: the most bytes allocated, and reserved.
+        peak_reserved: the most bytes reserved.
         blocks: by storage, the bytes of its block; 0 for a storage of 0 bytes, or after the failure.
         reserved: for each of the replay's ``stops``, the most bytes reserved before that event.
         returned: for each stop, (bytes returned to the full card so far, the driver's seconds for them).
@@ -246,7 +242,6 @@ class Replay:
         out_of_memory: the request that failed, with the allocator's bytes then; None if the log fits.
     """
 
-    peak_allocated: int
     peak_reserved: int
     blocks: list[int]
     reserved: list[int]
@@ -290,6 +285,5 @@ def replay(
             returned.append((allocator.returned, allocator.returned_s))
     except OutOfMemory as error:
         failure = error
-    peaks = allocator.peak_allocated, allocator.peak_reserved
     at_stops = reserved[: len(stops)], returned[: len(stops)]
-    return Replay(*peaks, blocks, *at_stops, served, failure)
+    return Replay(allocator.peak_reserved, blocks, *at_stops, served, failure)

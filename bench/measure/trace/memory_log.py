@@ -99,12 +99,6 @@ class MemoryLog:
         """The first event after each traced step."""
         return self.ends or [len(self.events)]
 
-    def without_setup(self) -> list[int]:
-        """The events without the births and deaths of storages that set-up makes and frees."""
-        dead = {-event for event in self.events[: self.step_start] if event < 0}
-        left = [event for event in self.events[: self.step_start] if event > 0 and event not in dead]
-        return [*left, *self.events[self.step_start :]]
-
     def step_of(self, event: int) -> int:
         """The number (from 1) of the traced step to which an event belongs; 0: it belongs to set-up."""
         return 0 if event < self.step_start else bisect_right(self.step_ends[:-1], event) + 1
@@ -132,7 +126,7 @@ class MemoryLog:
         live: np.ndarray = np.cumsum(np.sign(events) * nbytes[np.abs(events) - 1])
         if live.min(initial=0) < 0:  # a sum beyond 64 bits wraps to negative numbers
             raise beyond_64_bits("what is alive at once has")
-        categories = self._categories(events)
+        categories = self.categories()
         peaks: list[Peak] = []
         for start, end in pairwise([0, self.step_start, *self.step_ends]):
             at = start + int(np.argmax(live[start:end])) if end > start else start - 1
@@ -175,17 +169,12 @@ class MemoryLog:
         """What is alive at the peak of the traced steps, as :meth:`parts_after`."""
         live = np.cumsum(self.signed_bytes())
         at = self.step_start + int(np.argmax(live[self.step_start :]))
-        kinds = self._categories(np.asarray(self.events, dtype=np.int64))
-        return self.parts_after(at, rounded(np.asarray(self.sizes, dtype=np.int64)), kinds)
+        return self.parts_after(at, rounded(np.asarray(self.sizes, dtype=np.int64)), self.categories())
 
-    def categories(self) -> list[str]:
-        """The category of each storage: its tag; else "activations" if a forward made the storage and left it
-        alive; else "temporaries"."""
-        numbers = self._categories(np.asarray(self.events, dtype=np.int64)).tolist()
-        return [MemoryLog.CATEGORIES[n] for n in numbers]
-
-    def _categories(self, events: np.ndarray) -> np.ndarray:
-        """[storages]: :meth:`categories` as indices into :attr:`CATEGORIES`."""
+    def categories(self) -> np.ndarray:
+        """[storages]: the category of each storage, as an index into :attr:`CATEGORIES`: its tag; else
+        "activations" if a forward made the storage and left it alive; else "temporaries"."""
+        events = np.asarray(self.events, dtype=np.int64)
         kept = np.zeros(len(self.sizes), dtype=bool)
         for name, span in self.spans():
             if name == "forward":

@@ -57,10 +57,10 @@ def _describe(value: Any, key: list[Any]) -> bool:
     """Append to ``key`` all facts of an argument on which a call depends; False: some are unknown."""
     kind = type(value)
     if kind is FakeTensor:
-        if value.constant is not None or value.dtype.is_complex:
+        if (own := value.__dict__)["constant"] is not None or value.dtype.is_complex:
             return False
         # read at every call: an assignment to x.data changes a tensor under its identity
-        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
+        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), own[FAKE_DEVICE])
         return True
     if kind in _PLAIN_SCALARS:
         key += (kind, value)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from spbench.bench.measure.simulator.program import Kind
@@ -163,7 +164,8 @@ class KeptTensors:
         for step in range(times):
             for x, number in zip(last, after[len(before) :], strict=True):
                 assert isinstance(x, FakeTensor)
-                repeated.append(fake_like(x))
+                nbytes = x.untyped_storage().nbytes()
+                repeated.append(fake_like(x, torch.UntypedStorage(nbytes, device="meta")))
                 self.meter.set_number(repeated[-1].untyped_storage(), number + step * births)
         self.tensors[len(before) : len(before)] = repeated
 

@@ -162,7 +162,7 @@ def storage_key(x: Tensor | torch.UntypedStorage) -> int:
 
 def local(x: Tensor) -> Tensor:
     """The part of a tensor on this rank, for a DTensor; else the tensor."""
-    while is_traceable_wrapper_subclass(x):
+    while type(x) is not FakeTensor and is_traceable_wrapper_subclass(x):
         x = getattr(x, x.__tensor_flatten__()[0][0])
     return x
 
@@ -215,9 +215,8 @@ def fake_tensor(
     return fake
 
 
-def fake_like(x: FakeTensor) -> FakeTensor:
-    """A tensor with the metadata of another, on a storage of its own."""
-    storage = torch.UntypedStorage(x.untyped_storage().nbytes(), device="meta")
+def fake_like(x: FakeTensor, storage: torch.UntypedStorage | None) -> FakeTensor:
+    """A tensor with the metadata of another, on ``storage`` (see :func:`fake_tensor`)."""
     attributes = {name: value for name, value in vars(x).items() if name != "fake_mode"}
     metadata = tuple(x.shape), x.stride(), x.dtype, x.fake_device, attributes
     return fake_tensor(x.fake_mode, *metadata, storage, int(x.storage_offset()))
@@ -291,9 +290,7 @@ def _fakes_are_equal() -> bool:
     assert isinstance(tensor, FakeTensor)
     assert isinstance(view, FakeTensor)
     for theirs, storage in ((tensor, None), (view, tensor.untyped_storage())):
-        attributes = {name: value for name, value in vars(theirs).items() if name != "fake_mode"}
-        metadata = tuple(theirs.shape), theirs.stride(), theirs.dtype, theirs.fake_device, attributes
-        ours = fake_tensor(mode, *metadata, storage, int(theirs.storage_offset()))
+        ours = fake_like(theirs, storage)
         if _metadata(ours) != _metadata(theirs) or vars(ours) != vars(theirs):
             return False
     return True

@@ -131,7 +131,7 @@ def anatomy(
 def _kinds(log: measure.MemoryLog, events: np.ndarray) -> np.ndarray:
     """[storages]: each storage's index in CATEGORIES. Temporaries that backward makes and that are still
     alive in the optimizer count as gradients, because some backends hold none between steps."""
-    kinds = np.asarray([log.CATEGORIES.index(name) for name in log.categories()])
+    kinds = log.categories()
     temporaries, gradients = map(log.CATEGORIES.index, ("temporaries", "gradients"))
     born: set[int] = set()
     for name, span in log.spans():
@@ -299,7 +299,7 @@ def snapshot(
             held[number] = block = allocator.take(nbytes, streams[number])
             module = log.place_names[log.places[number]] if log.places else ""
             step, phase = log.step_of(at), log.phase_of(at)
-            words = (kinds[number], module, f"{phase} of step {step}" if step else phase)
+            words = (log.CATEGORIES[kinds[number]], module, f"{phase} of step {step}" if step else phase)
             frames[number] = [{"name": word, "filename": "spbench", "line": 0} for word in words if word]
             storages[block.address] = number
             if allocator.reserved > reserved:

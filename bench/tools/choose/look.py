@@ -261,7 +261,7 @@ def _alike(shallow: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
 
 def _activation_bytes(log: measure.MemoryLog) -> int:
     """The most bytes during forward and backward that are no states of training; see :data:`ACTIVATIONS`."""
-    counted = np.array([category not in measure.MemoryLog.STATES for category in log.categories()])
+    counted = log.categories() >= len(log.STATES)  # the first of all categories
     live = np.cumsum(log.signed_bytes() * counted[np.abs(np.asarray(log.events)) - 1])
     spans = (span for name, span in log.spans() if name in ("forward", "backward"))
     return max((int(live[span].max(initial=0)) for span in spans), default=0)

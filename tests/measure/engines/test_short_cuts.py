@@ -193,6 +193,19 @@ def test_operators_that_are_remembered_change_nothing(name: str, monkeypatch: py
         check(SMALL[name], monkeypatch, lambda _: plain)
 
 
+def test_a_steady_state_of_unlike_turns_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second forward makes a tensor more, so that no short step shows what each turn does."""
+    forward, odd = StageRun.forward, dict[StageRun, int]()
+
+    def uneven(run: StageRun, *inputs: Any) -> Any:
+        odd[run] = 1 - odd.get(run, 0)
+        torch.empty(odd[run])
+        return forward(run, *inputs)
+
+    monkeypatch.setattr(StageRun, "forward", uneven)
+    assert check(piped(), monkeypatch) == {"ranks"}
+
+
 def check_rank(asked: Cell, rank: int, *, events: bool = True) -> None:
     quick = tracing.trace(asked, rank, events=events)
     with tracing.only_plain_traces():
