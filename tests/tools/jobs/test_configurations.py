@@ -59,19 +59,12 @@ def test_qwen3_of_torchtitan_is_that_of_its_config_json() -> None:
     cell = qwen3("8B").cell()
     theirs = HUGGING_FACE / "qwen3-8b.json"
     model, other = model_preset(*cell.model_arguments), model_from_config(json.loads(theirs.read_text()))
-    alike = {
-        "separate_projections": False,
-        "attention": other.attention,
-        "cross_entropy": other.cross_entropy,
-    }
+    alike = {"separate_projections": False, **{n: vars(other)[n] for n in ("attention", "cross_entropy")}}
     assert (model.cross_entropy, replace(model, **alike)) == ("loss_parallel", other)
     assert made["strategy"] == "megatron_sp+all_gather_kv"
     assert qwen3("32B").cell().model_options["head_dim"] == 128
-    again = read_job(
-        None,
-        [JobFile(Path("a.toml"), program_flags("torchtitan", cell).content.encode())],
-        cluster="dgx-h100",
-    )
+    written = JobFile(Path("a.toml"), program_flags("torchtitan", cell).content.encode())
+    again = read_job(None, [written], cluster="dgx-h100")
     assert again.cell().model_arguments == cell.model_arguments
     for flavor, problem in data(__file__)["OTHER_FLAVORS"].items():
         with pytest.raises(UserError, match=problem):
