@@ -93,12 +93,6 @@ def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dic
     assert ("model_options.recompute" in made) == ("none" not in new)
 
 
-@tabled(__file__, "what_torchtitan_cannot_be_here_is_said")
-def test_what_torchtitan_cannot_be_here_is_said(old: str, new: str, problem: str) -> None:
-    with pytest.raises(UserError, match=problem):
-        read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8).cell()
-
-
 @tabled(__file__, "what_deepspeed_cannot_be_here_is_said")
 def test_what_deepspeed_cannot_be_here_is_said(file: str, old: str, new: str, problem: str) -> None:
     if file == "config.json":
@@ -364,8 +358,7 @@ def test_sequences_beyond_the_positions_of_a_model_are_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = [shutil.copy(INPUTS / name, ".") for name in JOBS["ZeRO-2"][1]]
-    config = Path("config.json")
-    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    (config := Path("config.json")).write_text(json.dumps(json.loads(config.read_text()) | fields))
     job = imported(("deepspeed", *files), 8, "dgx-h100", False, False, (), (), Path("x/y.yaml"))
     asked = Asked("dgx-h100", 8, settings={"seq_len": 4096})
     scenario = subject(["x/y.yaml"], Asked())
