@@ -277,7 +277,7 @@ class StandIn(NamedTuple):
         by: the work that is simulated; "": it is not known which part of the work takes longer.
         programs: the programs that do the work, "" for a cell that names none; empty: every program.
         backends: the backends with which programs do the work; empty: any backend.
-        axis: only cells with several ranks along this axis, several "nodes", "graphs" or "lora"; "": any.
+        axis: only cells with several ranks along this axis, "nodes", "experts", "graphs" or "lora"; "": any.
         network: only clusters with a network of this name; "": any.
     """
 
@@ -308,6 +308,7 @@ STAND_INS = (
     LARGEST_LENGTH,
     StandIn("Megatron's experts over EFA", "", ("megatron",), axis="ep", network="EFA"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
+    StandIn("DeepSpeed's ZeRO-3 of experts", "", ("", *PROGRAMS), ("deepspeed_zero3",), axis="experts"),
     StandIn("DeepSpeed's ZeRO-3", "", ("", *PROGRAMS), ("deepspeed_zero3",)),
     StandIn("DeepSpeed's ZeRO-1 or 2", "", ("", *PROGRAMS), ("deepspeed_zero1", "deepspeed_zero2")),
     StandIn("expert parallelism", "", axis="ep"),
@@ -328,7 +329,7 @@ def stand_ins(program: str, backend: str, ranks: Mapping[str, int], network: str
     Args:
         program: the cell's training program; "": none.
         backend: the cell's data-parallel backend.
-        ranks: the numbers of ranks along each axis, and of ``nodes``; 2 for ``graphs`` (CUDA) and ``lora``.
+        ranks: the numbers of ranks along each axis, of ``nodes`` and ``experts``; 2 for ``graphs``, ``lora``.
         network: the name of the cluster's network.
     """
     for each in STAND_INS:

@@ -149,8 +149,9 @@ def add_step_time(
     if breakdown is not None:
         cluster = load_cluster(cell.cluster)
         ranks = {**cell.sizes.by_axis, "nodes": -(-cell.sizes.world // cluster.devices_per_node)}
-        lora = bool(cell.model_options.get("lora_rank"))
-        ranks |= {"graphs": 1 + (cell.training.cuda_graph != "none"), "lora": 1 + lora}
+        model = None if cell.strategy == OWN_STEP else model_preset(*cell.model_arguments)
+        ranks |= {"experts": getattr(model, "experts", 0), "graphs": 1 + (cell.training.cuda_graph != "none")}
+        ranks["lora"] = 1 + bool(cell.model_options.get("lora_rank"))
         of_cell = stand_ins(cell.program, cell.training.backend, ranks, cluster.network.name)
         measurement.breakdown = dict(breakdown)
         measurement.calibration = cluster.calibration_of(cell.precision).label

@@ -198,21 +198,18 @@ def test_each_gather_of_deepspeed_is_a_run_of_ours(compared: tuple[dict[str, Any
     with torch.device("meta"):
         module = model_preset("llama3-8b", sizes).build(strategy_class("single")(Place({})), 8, ONE_STAGE)
     elements, events = {name: p.numel() for name, p in module.named_parameters()}, recorded(module)
-    options_of_both = DeepSpeedZero3Options(**RECORDED["options"] | RECORDED[options])
-    ours: dict[bool, list[int]] = {False: [], True: []}
-    for backward, names in replayed(Coordinator(elements, events, options_of_both), events):
+    both, ours = DeepSpeedZero3Options(**RECORDED["options"] | RECORDED[options]), {False: [0], True: [0]}
+    for backward, names in replayed(Coordinator(elements, events, both), events):
         for name in names:  # transformers has two weights in place of an expert's first
-            parts = 2 if ".opens." in name else 1
-            ours[backward] += [elements[name] * 2 // parts] * parts
+            ours[backward] += [elements[name]] * 2 if ".opens." in name else [elements[name] * 2]
     for phase, each in (("forward gathers", ours[False]), ("backward gathers", ours[True])):
         ends, of_weights = [*accumulate(RECORDED[sent][phase])], [*accumulate(each)]
-        assert {*ends} <= {*of_weights}
-        assert ends[-1] == of_weights[-1]
+        assert ({*ends} <= {*of_weights}, ends[-1]) == (True, of_weights[-1])
 
 
 @COMPARED
 def test_sums_and_the_norm_are_sent_as_deepspeed_does(compared: tuple[dict[str, Any], str, str]) -> None:
-    sizes, options, sent = compared
+    (sizes, options, _), theirs = compared, RECORDED[compared[2]]
     training = {"backend": "deepspeed_zero3", "micro_batches": 1, **RECORDED["options"] | RECORDED[options]}
     of_ranks = {"sizes": {"dp": 2}, "mesh": ["dp"], "training": training}
     asked = make_cell("llama3-8b", "single", {}, 2, 8, "bf16", model_options=sizes, **of_ranks)
@@ -222,7 +219,6 @@ def test_sums_and_the_norm_are_sent_as_deepspeed_does(compared: tuple[dict[str, 
     for event in (program.kind == Kind.COLLECTIVE).nonzero()[0].tolist():
         what = f"{program.phase_of(event)} {program.names[program.name[event]]}"
         ours.setdefault(what, []).append(int(program.nbytes[event]))
-    theirs = RECORDED[sent]
     assert ours["backward reduce_scatter"] == theirs["backward sums"]
     assert ours["optimizer all_reduce"] == theirs["optimizer all-reduces"]
     # before the next forward instead of at the end of the step
@@ -234,8 +230,7 @@ def test_sums_and_the_norm_are_sent_as_deepspeed_does(compared: tuple[dict[str, 
 def test_deepspeed_still_sends_this(tmp_path: Path) -> None:
     for package in ("deepspeed", "transformers"):
         pytest.importorskip(package)
-    script = Path(__file__).parents[3] / "scripts" / "deepspeed_collectives.py"
-    out = tmp_path / "sent.yaml"
+    script, out = Path(__file__).parents[3] / "scripts/deepspeed_collectives.py", tmp_path / "sent.yaml"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), str(out)]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "DS_ACCELERATOR": "cpu"})
     written = yaml.safe_load(out.read_text())

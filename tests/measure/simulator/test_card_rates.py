@@ -331,11 +331,9 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     assert not experts[1]
     # of these every cell's time is less sure, whether or not the cell names a program
     for program in ("", "deepspeed", "veomni"):
-        (zero3,), (graphs,) = (
-            stand_ins(program, "deepspeed_zero3", {}),
-            stand_ins(program, "ddp", {"graphs": 2}),
-        )
-        assert (zero3.work, graphs.work) == ("DeepSpeed's ZeRO-3", "CUDA graphs")
+        assert next(stand_ins(program, "deepspeed_zero3", {"experts": 8})).work.endswith("of experts")
+        assert [each.work for each in stand_ins(program, "deepspeed_zero3", {})] == ["DeepSpeed's ZeRO-3"]
+        assert [each.work for each in stand_ins(program, "ddp", {"graphs": 2})] == ["CUDA graphs"]
     assert not [*stand_ins("megatron", "megatron", {"graphs": 1})]
     # a scalar has taken up what its own program lacks, and that of no other program
     fitted, missing = load_cluster("a100-lasp"), [{"grade": "substituted", "share": 1.0}]
