@@ -38,7 +38,7 @@ READ = {
     "instrument": _OF_INSTRUMENT,
     "tools": (*_OF_INSTRUMENT, "spbench", "plots", "results", "tests/tools"),
 }
-_NEVER_READ = ("tests/recorded.json", "bench/measure/verify/proven.json")
+_NEVER_READ = ("tests/recorded.json", "bench/measure/verify/proven.json", "results/runs")
 _NOT_READ = {"instrument": ("bench/tools", "bench/command_line", *_NEVER_READ), "tools": _NEVER_READ}
 _KINDS = {".py", ".pyi", ".yaml", ".json", ".csv", ".jsonl", ".sh", ".toml", ".txt"}
 

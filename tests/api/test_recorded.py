@@ -45,11 +45,12 @@ def test_recorded_files_import_what_the_digest_has() -> None:
 
 
 def test_other_code_is_another_digest(tmp_path: Path) -> None:
-    code, tool = tmp_path / "impls" / "ring.py", tmp_path / "bench" / "tools" / "fit.py"
-    for path in (code, tool):
+    code, tool, run = map(tmp_path.joinpath, ("impls/ring.py", "bench/tools/fit.py", "results/runs/a.csv"))
+    for path in (code, tool, run):
         path.parent.mkdir(parents=True)
         path.write_text("hops = 1")
     instrument, tools = (recorded.digest.__wrapped__(group, tmp_path) for group in recorded.READ)
+    assert run not in recorded.read_files(tmp_path, "tools")
     tool.write_text("hops = 2")
     code.write_text("hops = 1  # a comment")
     assert recorded.digest.__wrapped__("instrument", tmp_path) == instrument

@@ -105,10 +105,7 @@ def test_the_overview_counts_what_changed(results: Path) -> None:
     gathered = Gathered(results, results / "baseline", None, [], [])
     (change,) = regressions_page.changes(gathered)
     counts = {name: change.counts[name] for name in ("worse", "better", "new", "judged")}
-    assert (counts, change.against) == (
-        {"worse": 3, "better": 1, "new": 1, "judged": 6},
-        "1 of 2 baselines",
-    )
+    assert (counts, change.against) == ({"worse": 3, "better": 1, "new": 1, "judged": 6}, "1 of 2 baselines")
     assert change.worst[0] == ("worse: status", "regressions.html#gate-gate")
     (results / "runs" / "gate" / "cells.jsonl").unlink()
     (change,) = regressions_page.changes(gathered)
