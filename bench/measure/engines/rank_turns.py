@@ -119,9 +119,7 @@ class RankTurns:
         short = ahead if ahead < _NEAR else _FEWEST
         if both > ahead + _NEAR and self.counts:
             micro_batches = SHORT
-        elif (
-            both > ahead + _NEAR
-        ):  # warm-ups, two steady turns that are alike (:attr:`steady`), and a last one
+        elif both > ahead + _NEAR:  # warm-ups, two steady turns that are alike, and a last one
             short = min(ahead, _NEAR + 1)
             micro_batches = 2 * short + _NEAR + 1 + (not short)  # a step's first turn is like no other
         elif both > ahead:

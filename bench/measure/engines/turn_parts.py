@@ -42,7 +42,7 @@ class TurnParts:
         first: for each part the number of targets before it, then the number of all targets.
 
     Raises:
-        NotAlike: the phases of the list are not the phases of the turns, or its steady turns differ.
+        NotAlike: the phases of the list are not the phases of the turns.
     """
 
     def __init__(self, listed: Listed, turns: RankTurns, steps: int):
@@ -64,10 +64,6 @@ class TurnParts:
         if at < len(names):
             raise NotAlike(f"{names[at]} comes after the last step")
         self.starts.append(len(listed))
-        for pair in turns.steady:
-            one, other = (self.entries(self.keys.index((steps - 1, place))) for place in pair)
-            if not np.array_equal(listed.tokens[one], listed.tokens[other]):
-                raise NotAlike(f"turns {pair} of a steady state differ")
         self._targets = np.flatnonzero(listed.targets)
         self._numbers = np.concatenate(([0], np.cumsum(listed.targets)))
         self.first = self._numbers[self.starts]
@@ -84,9 +80,14 @@ class TurnParts:
             to, or -1)
 
         Raises:
-            NotAlike: the new entry to which some entry refers cannot be determined.
+            NotAlike: the new entry to which some entry refers cannot be determined, or the stage has more
+                turns than this list, whose steady turns differ.
         """
         keys, part_of = _keys(turns, self.steps), {key: part for part, key in enumerate(self.keys)}
+        for pair in self.turns.steady if len(turns) > len(self.turns) else ():
+            one, other = (self.entries(part_of[self.steps - 1, place]) for place in pair)
+            if not np.array_equal(self.listed.tokens[one], self.listed.tokens[other]):
+                raise NotAlike(f"turns {pair} of a steady state differ")
         alike = _likes(turns, self.turns)
         likes = [part_of[step, alike[turn] if step >= 0 else turn] for step, turn in keys]
         place_of = {key: place for place, key in enumerate(keys)}
