@@ -1,4 +1,4 @@
-"""Compare what `spbench fit --budget` chooses with every switch and every pair of switches, for docs/fit.md.
+"""Compare what `spbench fit --budget` chooses with every switch and every pair of switches.
 
     python scripts/budget_pairs.py            # all jobs
     python scripts/budget_pairs.py 70b        # jobs whose model's name has this text

@@ -175,15 +175,6 @@ def test_conclusions_from_layouts_on_64_gpus() -> None:
         assert numbers("composition.md", sentence) == pytest.approx(expected, abs=0.05)
 
 
-def test_how_much_of_the_peak_the_longest_sequences_reach() -> None:
-    found = {line["name"]: float(line["mfu"]) for line in reversed(rows("layouts.csv", RESULTS / "advice"))}
-    for sentence, name in (
-        (r"peak FLOP/s\) of (\d+)%", "8b-8-1m"),
-        (r"two replicas reaches an MFU of (\d+)%", "8b-64-1m"),
-    ):
-        assert numbers("advice.md", sentence) == [round(100 * found[name])]
-
-
 def test_what_one_h200_has_shown() -> None:
     verdicts = [row["status"] for row in rows("verify.csv")]
     counted = [verdicts.count("green"), verdicts.count("red")]
