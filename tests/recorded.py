@@ -36,7 +36,7 @@ _OF_INSTRUMENT = (
 )
 READ = {
     "instrument": _OF_INSTRUMENT,
-    "tools": (*_OF_INSTRUMENT, "spbench", "plots", "results", "tests/tools"),
+    "tools": (*_OF_INSTRUMENT, "spbench", "plots", "results", "tests/tools", "tests/plots"),
 }
 _NEVER_READ = ("tests/recorded.json", "bench/measure/verify/proven.json", "results/runs")
 _NOT_READ = {"instrument": ("bench/tools", "bench/command_line", *_NEVER_READ), "tools": _NEVER_READ}

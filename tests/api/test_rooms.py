@@ -29,29 +29,55 @@ def table(header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def imported(path: Path) -> Iterator[str]:
-    """The modules of spbench that a file imports, without the prefix."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name.removeprefix("spbench.") for name in names if name.startswith("spbench."))
+def trees(of: str = "bench") -> Iterator[tuple[str, ast.Module]]:
+    """The syntax trees of the modules of a folder, by their names below it."""
+    for path in (ROOT / of).rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT / of).with_suffix("").parts).removesuffix(".__init__")
+        yield name, ast.parse(path.read_text())
+
+
+@cache  # of these nodes alone, because whole trees would keep the garbage collector busy
+def nodes(of: str = "bench") -> dict[str, list[ast.AST]]:
+    """The imports and attributes in each module of a folder, by the modules' names below it."""
+    kinds = ast.Import | ast.ImportFrom | ast.Attribute
+    return {name: [n for n in ast.walk(tree) if isinstance(n, kinds)] for name, tree in trees(of)}
+
+
+def named(node: ast.AST) -> list[str]:
+    """The dotted names that an import takes; none of another node."""
+    if isinstance(node, ast.ImportFrom) and node.module:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+
+
+def imported(name: str, of: str) -> set[str]:
+    """The modules of spbench that a module of a folder imports, without the prefix."""
+    names = {each for node in nodes(of)[name] for each in named(node)}
+    return {each.removeprefix("spbench.") for each in names if each.startswith("spbench.")}
+
+
+def imports(name: str, of: str = "bench") -> Iterator[str]:
+    """The modules of a folder that a module of it imports, wherever in it, also for types alone."""
+    for each in imported(name, of):
+        *_, dotted = each.rpartition(f"{of}.") if each.startswith(f"{of}.") else ("",)
+        while dotted and dotted not in nodes(of):
+            dotted = dotted.rpartition(".")[0]
+        if dotted and dotted != name:
+            yield dotted
 
 
 def test_impls_and_plots_know_nothing_of_bench() -> None:
-    for path in [*(ROOT / "impls").rglob("*.py"), *(ROOT / "plots").rglob("*.py")]:
-        assert not [name for name in imported(path) if name.startswith("bench")], path
+    for of in ("impls", "plots"):
+        for name in nodes(of):
+            assert not [each for each in imported(name, of) if each.startswith("bench")], name
 
 
 def test_of_impls_only_the_registries_import_the_peers() -> None:
-    rooms = {path: set(imported(path)) for path in (ROOT / "impls").rglob("*.py")}
-    peers = {path for path in rooms if path.parent.name == "peers"}
-    importing = {path for path, names in rooms.items() if any(n.startswith("impls.peers") for n in names)}
-    assert {path.relative_to(ROOT).as_posix() for path in importing - peers} == {"impls/registries.py"}
-    of_rooms = {name.split(".")[1] for path in peers for name in rooms[path] if name.count(".") > 1}
+    rooms = {name: imported(name, "impls") for name in nodes("impls")}
+    peers = {name for name in rooms if name.split(".")[0] == "peers"}
+    importing = {name for name, names in rooms.items() if any(n.startswith("impls.peers") for n in names)}
+    assert importing - peers == {"registries"}
+    of_rooms = {each.split(".")[1] for name in peers for each in rooms[name] if each.count(".") > 1}
     modules = {path.stem for path in (ROOT / "impls").glob("*.py")}
     assert of_rooms - modules == {"peers", "kernels", "strategies"}
 
@@ -60,26 +86,18 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def private_names_of_torch(path: Path) -> Iterator[str]:
-    """The dotted names of torch in a file that have a private part; operators count as public."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) and is_private(node.attr) else []
-        for name in names:
-            package, *parts = name.split(".")
-            if package == "torch" and parts[:1] != ["ops"] and any(map(is_private, parts)):
-                yield name
+def private_names_of_torch(node: ast.AST) -> Iterator[str]:
+    """The dotted names of torch in a node that have a private part; operators count as public."""
+    for name in [ast.unparse(node)] if is_private(getattr(node, "attr", "")) else named(node):
+        package, *parts = name.split(".")
+        if package == "torch" and parts[:1] != ["ops"] and any(map(is_private, parts)):
+            yield name
 
 
 def test_bench_takes_private_names_of_torch_where_it_says() -> None:
     (habit,) = [each for each in TEXT.split("\n- ") if "private names of torch" in each]
-    told = {f"bench/{name}" for name in re.findall(r"bench/([\w/]+\.py)", habit)}
-    modules = {path for path in (ROOT / "bench").rglob("*.py") if any(private_names_of_torch(path))}
-    assert {path.relative_to(ROOT).as_posix() for path in modules} == told
+    told = {name.replace("/", ".") for name in re.findall(r"bench/([\w/]+)\.py", habit)}
+    assert {name for name in nodes() if any(map(any, map(private_names_of_torch, nodes()[name])))} == told
 
 
 def test_each_kind_of_addition_has_an_example_that_is_run() -> None:
@@ -103,31 +121,6 @@ def test_it_is_short() -> None:
 
 #: by room: what the table lets it import, beside the modules at the top
 TABLE = {room.strip("`"): {*may.split(", ")} - {""} for room, _, may in table("room")}
-#: imports of a room that are not in the table, to be taken away
-NOT_YET: set[tuple[str, str]] = set()
-
-
-@cache
-def trees(of: str = "bench") -> dict[str, ast.Module]:
-    """The syntax trees of the modules of a folder, by their names below it."""
-    files = {path.relative_to(ROOT / of).with_suffix(""): path for path in (ROOT / of).rglob("*.py")}
-    names = {".".join(place.parts).removesuffix(".__init__"): path for place, path in files.items()}
-    return {name: ast.parse(path.read_text()) for name, path in names.items()}
-
-
-def imports(name: str, of: str = "bench") -> Iterator[str]:
-    """The modules of a folder that a module of it imports, wherever in it, also for types alone."""
-    for node in ast.walk(trees(of)[name]):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            named = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        for each in named:
-            *_, dotted = each.partition(f"spbench.{of}.")
-            while dotted and dotted not in trees(of):
-                dotted = dotted.rpartition(".")[0]
-            if dotted and dotted != name:
-                yield dotted
 
 
 def room(name: str) -> str:
@@ -142,7 +135,7 @@ def room(name: str) -> str:
 def arrows() -> dict[str, set[str]]:
     """The rooms that each room imports."""
     found: dict[str, set[str]] = {each: set() for each in [*TABLE, ""]}
-    for name in trees():
+    for name in nodes():
         if (of := room(name)) in found:
             found[of] |= {room(each) for each in imports(name)} - {of}
     return found
@@ -160,7 +153,7 @@ def test_each_room_is_in_the_table() -> None:
 def test_a_room_imports_what_it_may(name: str) -> None:
     floors = {each.split("/")[1]: each for each in TABLE if "/" in each}
     allowed = {floors[each] for each in TABLE.get(name, ())}
-    found = arrows()[name] - {""} - {there for here, there in NOT_YET if here == name}
+    found = arrows()[name] - {""}
     if name.startswith("tools/"):
         found -= {"measure", "command_line"}
     elif name == "command_line":
@@ -168,20 +161,13 @@ def test_a_room_imports_what_it_may(name: str) -> None:
     assert found == allowed
 
 
-def test_exceptions_are_still_needed() -> None:
-    assert not [each for each in NOT_YET if each[1] not in arrows()[each[0]]]
-
-
 def test_rooms_import_each_other_in_no_circle() -> None:
-    without = {
-        here: {each for each in there if (here, each) not in NOT_YET} for here, there in arrows().items()
-    }
-    TopologicalSorter(without).prepare()  # raises CycleError
+    TopologicalSorter(arrows()).prepare()  # raises CycleError
 
 
 def in_circles(of: str) -> set[str]:
     """The modules of a folder that import themselves by way of others."""
-    graph = {name: set(imports(name, of)) for name in trees(of)}
+    graph = {name: set(imports(name, of)) for name in nodes(of)}
 
     def reached(name: str) -> set[str]:
         behind, ahead = set[str](), [name]
@@ -196,8 +182,8 @@ def in_circles(of: str) -> set[str]:
 def test_bench_goes_through_the_door_of_impls() -> None:
     """The names of impls/__init__.pyi are all that bench takes of impls, and bench takes each of them."""
     taken = set[str]()
-    for name, tree in trees().items():
-        for node in ast.walk(tree):
+    for name, of_module in nodes().items():
+        for node in of_module:
             within = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             within += [f"{node.module}"] if isinstance(node, ast.ImportFrom) else []
             assert not [each for each in within if each.startswith("spbench.impls.")], name
@@ -216,7 +202,7 @@ def test_bench_goes_through_the_door_of_impls() -> None:
 
 
 def functions() -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for tree in trees().values():
+    for _, tree in trees():
         yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
@@ -231,8 +217,8 @@ def options() -> int:
 
 
 def local_imports() -> int:
-    nodes = {id(n): n for function in functions() for n in ast.walk(function)}
-    return sum(isinstance(n, ast.Import | ast.ImportFrom) for n in nodes.values())
+    within = {id(n): n for function in functions() for n in ast.walk(function)}
+    return sum(isinstance(n, ast.Import | ast.ImportFrom) for n in within.values())
 
 
 def door_names() -> dict[str, str]:
@@ -244,11 +230,10 @@ def door_names() -> dict[str, str]:
 
 def test_each_name_at_the_door_is_taken_and_is_no_room() -> None:
     """A room of that name would hide it."""
-    above = [tree for name, tree in trees().items() if not name.startswith("measure")]
-    public = [ast.parse(path.read_text()) for path in (ROOT / "spbench").glob("*.py")]
-    nodes = [node for tree in above + public for node in ast.walk(tree)]
-    imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "spbench.bench.measure"]
-    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "measure"}
+    above = [of_module for name, of_module in nodes().items() if not name.startswith("measure")]
+    taken = [node for of_module in [*above, *nodes("spbench").values()] for node in of_module]
+    imports = [n for n in taken if isinstance(n, ast.ImportFrom) and n.module == "spbench.bench.measure"]
+    attributes = {n.attr for n in taken if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "measure"}
     assert attributes | {alias.name for node in imports for alias in node.names} == {*door_names()}
     assert not {*door_names()} & {path.name for path in (ROOT / "bench/measure").iterdir()}
 
@@ -270,7 +255,7 @@ def test_the_budget(of: str, most: str) -> None:
     if words := re.fullmatch(r"lines of `([\w/]+)`", of):
         number = lines(words[1])
     elif of == "files of `bench`":
-        number = len(trees())
+        number = len(nodes())
     elif of == "lines of a file of `bench`":
         number = max(len(path.read_text().splitlines()) for path in (ROOT / "bench").rglob("*.py"))
     elif of == "lines of a function of `bench`":
