@@ -18,7 +18,7 @@ ALL = FILES["instrument"]
 #: by group, modules that its files may not import
 OTHERS = {
     "instrument": ("spbench.api", "bench.tools", "bench.command_line", "spbench.plots", "tests.tools"),
-    "tools": ("tests.docs", "tests.plots", "tests.scripts", "tests.api"),
+    "tools": ("tests.docs", "tests.scripts", "tests.api"),
 }
 
 
