@@ -8,7 +8,7 @@ runs. Steps with stand-ins were measured to take longer, so the intervals of the
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from os.path import abspath, lexists
 from pathlib import Path
@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from spbench import impls
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import decoded, parse_json, read_file
+from spbench.bench.yaml_files import read_yaml
 from spbench.impls import LARGEST, lacking_for, published_model, published_models
 
 #: the factor of a size's suffix, in either case: 128K is 128 * 1024
@@ -258,14 +259,9 @@ def _lines(path: Path, content: bytes) -> Iterator[int]:
         raise UserError(f"{path}:{number}: {word[:40]!r} is no length; write one length, an integer, a line")
 
 
-#: the names of training programs: axolotl, LLaMA-Factory and TRL run transformers' Trainer, or DeepSpeed if
-#: configured; Megatron-Bridge, Primus and ms-swift with Megatron run "megatron"
-PROGRAMS = (
-    *("automodel", "deepspeed", "llm_foundry", "megatron", "prime_rl", "torchtitan", "transformers"),
-    *("veomni", "verl"),
-)
-#: the backends of torch's fully_shard, which also simulate DeepSpeed's stages 2 and 3
-_SHARDED = ("zero2", "zero3")
+_TABLES = read_yaml(Path(__file__).with_name("stand_ins.yaml"))
+#: the names of training programs
+PROGRAMS: tuple[str, ...] = (*_TABLES["programs"][1:],)
 #: the grade in :attr:`Measurement.priced_by` of work priced by a stand-in; its share is the whole step
 STAND_IN = "stand-in"
 
@@ -282,9 +278,9 @@ class StandIn(NamedTuple):
     """
 
     work: str
-    by: str
-    programs: tuple[str, ...] = ()
-    backends: tuple[str, ...] = ()
+    by: str = ""
+    programs: Sequence[str] = ()
+    backends: Sequence[str] = ()
     axis: str = ""
     network: str = ""
 
@@ -298,27 +294,9 @@ class StandIn(NamedTuple):
         return f"{self.work} priced as {self.by}" if self.by else f"{self.work}, measured slower"
 
 
-#: of a user's step that calls torch.compile; no cell of a strategy has it
-COMPILED = StandIn("compiled code", "eager code", axis="compiled")
-#: of a user's step that calls flash-attn on packed sequences whose lengths are values of a tensor
-LARGEST_LENGTH = StandIn("packed sequences", "sequences of the largest length", axis="lengths")
 #: all stand-ins; if a cell has several, the first is the class of its time
-STAND_INS = (
-    COMPILED,
-    LARGEST_LENGTH,
-    StandIn("Megatron's experts over EFA", "", ("megatron",), axis="ep", network="EFA"),
-    StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
-    StandIn("DeepSpeed's ZeRO-3 of experts", "", ("", *PROGRAMS), ("deepspeed_zero3",), axis="experts"),
-    StandIn("DeepSpeed's ZeRO-3", "", ("", *PROGRAMS), ("deepspeed_zero3",)),
-    StandIn("DeepSpeed's ZeRO-1 or 2", "", ("", *PROGRAMS), ("deepspeed_zero1", "deepspeed_zero2")),
-    StandIn("expert parallelism", "", axis="ep"),
-    StandIn("torchtitan's TP", "Megatron's", ("torchtitan",), axis="tp"),
-    StandIn("torchtitan over nodes", "", ("torchtitan",), _SHARDED, "nodes"),
-    StandIn("adapters", "", ("", *PROGRAMS), axis="lora"),  # programs keep several, or cast their inputs
-    StandIn("CUDA graphs", "launches that cost the host nothing", ("", *PROGRAMS), axis="graphs"),
-)
-
-
+STAND_INS = tuple(StandIn(**each) for each in _TABLES["stand_ins"])
+COMPILED, LARGEST_LENGTH, *_ = STAND_INS
 #: the classes of times with stand-ins
 STOOD_IN = tuple(map(str, STAND_INS))
 

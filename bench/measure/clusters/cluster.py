@@ -57,6 +57,8 @@ class Device(yaml_files.StrictModel):
             because communication takes multiprocessors and memory bandwidth; null counts as none.
         operators: measured calls of operators that move memory, by the operator's name (see
             :func:`operator_seconds`), in place of the memory bandwidth.
+        scans: by operators that pass a state from block to block, [how many recurrences run at once, seconds
+            of a step]. However few bytes they move, they take no less than their steps one after another.
         launch_overhead_s: seconds from the end of a kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
@@ -87,6 +89,7 @@ class Device(yaml_files.StrictModel):
     attention_floor_s: Sourced[unit.Latency] = NOT_MEASURED
     overlap_loss: Sourced[unit.Loss] = NOT_MEASURED
     operators: dict[str, Sourced[rates.OperatorTimes]] = {}
+    scans: dict[str, Sourced[rates.OperatorTimes]] = {}
     launch_overhead_s: Sourced[unit.Latency] = NOT_MEASURED
     kernel_floor_s: Sourced[unit.Latency] = NOT_MEASURED
     multiprocessors: Sourced[unit.Many] = NOT_MEASURED
@@ -95,11 +98,11 @@ class Device(yaml_files.StrictModel):
 
     @model_validator(mode="after")
     def _operators_in_order(self) -> Self:
-        for name, times in self.operators.items():
+        for name, times in (*self.operators.items(), *self.scans.items()):
             sizes = [pair[0] for pair in times.value or () if len(pair) == 2]
             if not sizes or len(sizes) < len(times.value or ()) or sizes != sorted(set(sizes)):
                 raise ValueError(
-                    f"operators.{name}: give [bytes, seconds] of one call or more, by ascending bytes"
+                    f"{name}: give [bytes, or recurrences, and seconds] of one call or more, ascending"
                 )
         return self
 

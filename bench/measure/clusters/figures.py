@@ -155,7 +155,7 @@ def implausible(cluster: Any) -> Iterator[str]:
     for at, part, units in figures(cluster):
         if isinstance(part, Sourced):
             continue
-        if at.startswith("device.operators.") and at.endswith(".1"):  # the seconds of [bytes, seconds]
+        if at.startswith(("device.operators.", "device.scans.")) and at.endswith(".1"):  # of seconds
             units = get_args(Latency)[1:]
         problem = next((unit.problem(part) for unit in units if isinstance(unit, Unit)), "")
         if not problem and at.endswith(".limit_flops_per_s") and part > _BOOST * peak:

@@ -118,6 +118,10 @@ class Costs:
         self._set_matmuls(program, seconds)
         for events, taken in self._with_own_rates(program):
             seconds[events] = taken
+        for name, times in self.cluster.device.scans.items():
+            calls = program.calls_of([name])
+            steps, at_once = program.shape[calls, :2].T
+            seconds[calls] = np.maximum(seconds[calls], steps * operator_seconds(times.value or (), at_once))
         # a softmax without matmuls is of the attention category, but has the floor of other kernels
         attends = program.of(Category.ATTENTION) & (program.flops > 0)
         least = max(self.cluster.device.attention_floor_s.value or 0.0, self.floor_s)

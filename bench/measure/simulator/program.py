@@ -195,7 +195,7 @@ class Program:
         flops: floating-point operations.
         precision: index into PRECISION_NAMES, for a kernel's operands.
         shape: [events, 4]: batch, m, n, k of a matmul; sequences x heads, queries, keys and head size of an
-            attention kernel that stores no scores.
+            attention kernel that stores no scores; steps and recurrences of a scan (``Device.scans``).
         strided: elements of a matmul's operands and result that are blocks of wider matrices.
         aligned: bytes, up to ALIGNED, of which the rows of a matmul's operands and result are a multiple.
         host: [events, kinds of HOST_WORK]: the host's work since the event before, without the dispatch.

@@ -58,6 +58,11 @@ def kernel_substitutes(costs: Costs, program: Program) -> _Found:
         if times.substitute:
             yield Substitute("memory, by operator", times.substitute, "transferred"), others[of_name]
         others = others[~of_name]
+    scans = memory[program.shape[memory].any(axis=1)]
+    for name in np.unique(program.name[scans]).tolist():
+        calls, steps = scans[program.name[scans] == name], device.scans.get(program.names[name])
+        if text := "their bytes alone" if steps is None else steps.substitute:
+            yield Substitute("steps of recurrences", text, "transferred" if steps else "substituted"), calls
     text = device.memory_efficiency.substitute or device.memory_bandwidth_bytes_per_s.substitute
     if device.memory_efficiency.value is None and costs.calibration.memory_efficiency == 1:
         text = "the datasheet's bandwidth"

@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 #: the most NVLinks of a GPU
 _LINKS = 36
 #: the connection between two GPUs in words, by NVML's level
-_BETWEEN = {
-    0: "one board",
-    10: "one PCIe switch",
-    20: "PCIe switches",
-    30: "a PCIe host bridge",
-    40: "one NUMA node",
-    50: "NUMA nodes",
-}
+_PATHS = "one board, one PCIe switch, PCIe switches, a PCIe host bridge, one NUMA node, NUMA nodes"
+_BETWEEN = {10 * number: path for number, path in enumerate(_PATHS.split(", "))}
 _NO_PEERS = (
     "NCCL copies through host memory; see nvidia-smi topo -p2p r, and switch PCIe's ACS off on bare metal"
 )

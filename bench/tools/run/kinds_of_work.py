@@ -167,11 +167,11 @@ def _kernels(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     bandwidth = (device.memory_bandwidth_bytes_per_s.value or 0.0) / 1e9
     memory = f"{{:.3g}} of {bandwidth:.4g} GB/s"
     yield _of("memory", device.memory_efficiency, memory, "it counts as at the datasheet's bandwidth")
-    if device.operators:
-        sizes = sum(len(times.value or ()) for times in device.operators.values())
-        source = next(iter(device.operators.values())).source
-        figure = f"{len(device.operators)} operators by what they took at {sizes} sizes"
-        yield KindOfWork("memory, by operator", figure, source)
+    for work, table in ("memory, by operator", device.operators), ("steps of recurrences", device.scans):
+        if table:
+            sizes, first = sum(len(times.value or ()) for times in table.values()), next(iter(table.values()))
+            figure = f"{len(table)} operators by what they took at {sizes} sizes{_substitute(first)}"
+            yield KindOfWork(work, figure, first.source)
     floor = device.launch_overhead_s if device.kernel_floor_s.value is None else device.kernel_floor_s
     yield _of("launch of a kernel", floor, shown_time, "it takes no time")
     yield _of(

@@ -17,10 +17,11 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import Category, Kind, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import Substitute, kernel_substitutes
-from spbench.bench.measure.trace.operator_prices import price_of
+from spbench.bench.measure.trace.operator_prices import SCANS, price_of
 from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.bench.setting_values import stand_ins
 from spbench.bench.tools.run.kinds_of_work import without_own_rates
+from spbench.impls.kernels.gated_delta_operators import BLOCK
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from tests.cells import make_cell
 from tests.measure.simulator.step_programs import cluster, of_links
@@ -182,11 +183,24 @@ def test_operators_take_what_was_measured_of_them() -> None:
     assert Costs(on, Calibration()).kernels(b.program()).tolist() == [5.0, 6.0, 14.0, 40.0]
 
 
-@pytest.mark.parametrize(
-    ("size", "runs_as"), [(64, 64), (72, 96), (80, 96), (128, 128), (129, 160), (300, 300)]
-)
-def test_a_head_size_runs_as_the_next_that_is_compiled(size: int, runs_as: int) -> None:
-    assert grid.run_as(size) == runs_as
+def test_a_scan_takes_no_less_than_its_steps_one_after_another() -> None:
+    """3 heads of documents of 64, 64 and 2 blocks have the steps of 7 recurrences of 64. 2 run at once."""
+    k, sums = torch.empty(1, 130 * BLOCK, 1, 2, device="meta"), torch.empty(1, 130 * BLOCK, 3, device="meta")
+    b = ProgramBuilder((1, 1, 1, 1))
+    for starts in ([64 * BLOCK, 128 * BLOCK], []):
+        price = price_of(torch.ops.spbench.gated_delta_states.default)
+        of_call = price.of((k, k, k.new_empty(1, 130 * BLOCK, 3, 2), sums, None, starts), {}, None)
+        b.add_kernel((Kind.KERNEL, b.named(price.name), *of_call))
+    steps = {"gated_delta_states": {"value": [[2.0, 1e4]], "source": "made up", "substitute": "a friend's"}}
+    on = changed(cluster(memory=1e9), "device.scans", steps)
+    assert Costs(on, Calibration()).kernels(b.program()).tolist() == [64e4 * 7 / 2, 130e4 * 3 / 2]
+    for card, *by in (on, "a friend's", "transferred"), (cluster(), "their bytes alone", "substituted"):
+        assert ("steps of recurrences", *by) in of_kernels(card, "flash", b.program())
+    assert {*SCANS.values()} == {BLOCK}
+
+
+def test_a_head_size_runs_as_the_next_that_is_compiled() -> None:
+    assert [*map(grid.run_as, (64, 72, 80, 128, 129, 300))] == [64, 96, 96, 128, 160, 300]
 
 
 def test_only_padding_that_the_measured_head_lacks_costs() -> None:
@@ -205,14 +219,9 @@ def test_backward_has_a_block_for_each_128_keys_and_head() -> None:
 
 def test_a_card_of_many_multiprocessors_is_idle_in_a_small_backward_alone() -> None:
     idle, full = (with_card(attention=ATTENTION_RATES, multiprocessors=figure(n)) for n in (1000, 1))
-    forward, backward = attention_seconds(idle, "flash", 128, 128, True)
-    forward_of_full, backward_of_full = attention_seconds(full, "flash", 128, 128, True)
-    assert forward == forward_of_full
-    assert backward == pytest.approx(1000 * backward_of_full)
-
-
-def test_other_kernels_are_not_of_that_design() -> None:
-    idle, full = (with_card(attention=ATTENTION_RATES, multiprocessors=figure(n)) for n in (1000, 1))
+    forward, backward = attention_seconds(full, "flash", 128, 128, True)
+    assert attention_seconds(idle, "flash", 128, 128, True) == pytest.approx([forward, 1000 * backward])
+    # other kernels are not of that design
     of_idle = attention_seconds(idle, "flash_attention_1", 128, 128, True)
     assert of_idle == attention_seconds(full, "flash_attention_1", 128, 128, True)
 

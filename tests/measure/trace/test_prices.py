@@ -28,6 +28,7 @@ from spbench.impls.kernels.attention_buffers import inside_backward
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.kernels.permutation import WITHIN_TRANSFERS
 from spbench.impls.kernels.ranged_attention import Size
+from tests.grid import tabled
 from tests.measure.engines.cells import cell, differences
 
 ROWS = (*WITHIN_TRANSFERS, "permute_rows")
@@ -173,18 +174,7 @@ def test_attention_over_whole_sequences_counts_what_a_block_of_a_ring_does(causa
     assert found == [forward, forward * 5 // 2] * 2
 
 
-@pytest.mark.parametrize(
-    ("kernel", "heads", "nbytes"),
-    [
-        # a number a query, rounded up to 128; queries in float32; keys and values for each of 8 heads
-        ("flash_attention_2", 2, [2 * 8 * 256 * 4, 2 * 8 * 256 * 96 * 4, *[2 * 8 * 200 * 80 * 2] * 2]),
-        ("flash_attention_2", 8, [2 * 8 * 256 * 4, 2 * 8 * 256 * 96 * 4]),
-        # two numbers a query; keys and values of 2 heads in float32
-        ("flash_attention_3", 2, [*[2 * 8 * 256 * 4] * 2, 2 * 8 * 256 * 96 * 4, *[2 * 2 * 256 * 96 * 4] * 2]),
-        ("flash_attention_3", 8, [*[2 * 8 * 256 * 4] * 2, 2 * 8 * 256 * 96 * 4]),
-        ("flash", 2, []),
-    ],
-)
+@tabled(__file__, "bytes_by_hand")
 def test_bytes_by_hand(kernel: str, heads: int, nbytes: list[int]) -> None:
     assert inside_backward(kernel, (2, 8, 200, 80), (2, heads, 200, 80), 2) == nbytes
 
