@@ -300,3 +300,26 @@ def filled(measured: Mapping[str, Any]) -> float | None:
 def returned(by_class: Sequence[Mapping[str, Any]], field: str = "returned_bytes", first: int = 1) -> Any:
     """The most ``returned_bytes`` (or ``returned_s``) of a rank in a step from number ``first`` on."""
     return max((each.get(field, 0) for each in by_class if (each.get("step") or 0) >= first), default=0)
+
+
+#: for each bound of a step, the fields of :attr:`Measurement.parts` and :attr:`Measurement.breakdown` it sums
+BOUNDS = {
+    "matmul": ("matmul_s",),
+    "attention": ("attention_s",),
+    "memory": ("memory_bound_s",),
+    "intra-node links": ("intra_node_s",),
+    "inter-node links": ("inter_node_s",),
+    "bubble": ("bubble_s",),
+    "host": ("overhead_s", "host_s", "allocator_s"),
+}
+
+
+def bound_of(seconds: Mapping[str, float]) -> str:
+    """The key of :data:`BOUNDS` that takes most of a step, the first if several do; "" if all take 0 s.
+
+    Args:
+        seconds: seconds by part of the step; an absent part takes 0 s.
+    """
+    taken = {name: sum(seconds.get(part, 0.0) for part in of) for name, of in BOUNDS.items()}
+    most = max(taken, key=taken.__getitem__)
+    return most if taken[most] > 0 else ""

@@ -29,7 +29,7 @@ from spbench.bench.measure.engines.unlike_ranks import work_error
 from spbench.bench.measure.simulator.program import Flops, flops_of
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.bench.measurement import Measurement
+from spbench.bench.measurement import Measurement, bound_of
 from spbench.bench.setting_values import StandIn, stand_ins
 from spbench.impls import is_packaged, model_preset, nesting
 
@@ -114,18 +114,6 @@ def _differs(what: str, metered: float, model: float) -> str:
     )
 
 
-#: for each bound of a step, the fields of :attr:`Measurement.parts` and :attr:`Measurement.breakdown` it sums
-BOUNDS = {
-    "matmul": ("matmul_s",),
-    "attention": ("attention_s",),
-    "memory": ("memory_bound_s",),
-    "intra-node links": ("intra_node_s",),
-    "inter-node links": ("inter_node_s",),
-    "bubble": ("bubble_s",),
-    "host": ("overhead_s", "host_s", "allocator_s"),
-}
-
-
 def add_step_time(
     measurement: Measurement,
     cell: Cell,
@@ -182,17 +170,6 @@ def add_simulated_time(
     measurement.flops, wrong = checked_flops(cell, step.flops)
     if wrong and measurement.status == "ok":
         measurement.status, measurement.reason = "mismatch", wrong
-
-
-def bound_of(seconds: Mapping[str, float]) -> str:
-    """The key of :data:`BOUNDS` that takes most of a step, the first if several do; "" if all take 0 s.
-
-    Args:
-        seconds: seconds by part of the step; an absent part takes 0 s.
-    """
-    taken = {name: sum(seconds.get(part, 0.0) for part in of) for name, of in BOUNDS.items()}
-    most = max(taken, key=taken.__getitem__)
-    return most if taken[most] > 0 else ""
 
 
 def utilization(cell: Cell, step_time_s: float, flops: float | None = None) -> float | None:

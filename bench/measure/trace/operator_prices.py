@@ -38,8 +38,6 @@ _OVERWRITING, _COPIES_INTO, _LOOKUPS = (
 _STREAMING_TAGS = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded, torch.Tag.view_copy}
 _STREAMING = _OVERWRITING | _COPIES_INTO | _LOOKUPS | {*OPERATORS["streaming"]}
 _STREAMING_FAMILIES = tuple(OPERATORS["streaming_families"])
-#: operators that pass a state from block to block -> positions of a block
-SCANS: dict[str, int] = OPERATORS["scans"]
 
 
 def _of_whole_sequences(operator: Any, flops: Callable[..., int]) -> Callable[..., int]:
@@ -82,7 +80,7 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
 
 def _scan_shape(arguments: Sequence[Any], block: int) -> tuple[int, int, int, int]:
     """(steps of the longest recurrence, how many recurrences as long have the steps of all, 0, 0) of a call
-    in :data:`SCANS`. A head of a document is a recurrence, and a step takes it over one block."""
+    that passes a state over blocks of ``block`` positions. A head of a document is a recurrence."""
     batch, length, heads = arguments[3].shape[:3]
     starts, ends = (0, *arguments[-1]), (*arguments[-1], length)
     steps = [-(-(end - start) // block) for start, end in zip(starts, ends, strict=True)]
@@ -184,8 +182,8 @@ class Price:
         if self._matmul < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
             shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE
-            if self.name in SCANS:
-                shape = _scan_shape(args, SCANS[self.name])
+            if self.name in OPERATORS["scans"]:
+                shape = _scan_shape(args, OPERATORS["scans"][self.name])
             return self._category, nbytes, flops, precision, shape, 0, ALIGNED
         a, b = args[self._matmul], args[self._matmul + 1]
         *_, m, k = a.shape

@@ -28,7 +28,6 @@ from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of
 from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.step_times import (
     add_timed_steps,
-    bound_of,
     forward_flops,
     remark,
     seconds,
@@ -39,7 +38,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.bench.measurement import Measurement
+from spbench.bench.measurement import Measurement, bound_of
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.training.step import initialize
 from tests.cells import make_cell

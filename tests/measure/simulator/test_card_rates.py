@@ -17,7 +17,7 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import Category, Kind, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import Substitute, kernel_substitutes
-from spbench.bench.measure.trace.operator_prices import SCANS, price_of
+from spbench.bench.measure.trace.operator_prices import OPERATORS, price_of
 from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.bench.setting_values import stand_ins
 from spbench.bench.tools.run.kinds_of_work import without_own_rates
@@ -196,7 +196,7 @@ def test_a_scan_takes_no_less_than_its_steps_one_after_another() -> None:
     assert Costs(on, Calibration()).kernels(b.program()).tolist() == [64e4 * 7 / 2, 130e4 * 3 / 2]
     for card, *by in (on, "a friend's", "transferred"), (cluster(), "their bytes alone", "substituted"):
         assert ("steps of recurrences", *by) in of_kernels(card, "flash", b.program())
-    assert {*SCANS.values()} == {BLOCK}
+    assert {*OPERATORS["scans"].values()} == {BLOCK}
 
 
 def test_a_head_size_runs_as_the_next_that_is_compiled() -> None:
