@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -364,15 +364,17 @@ def main(part: str, ranks: int) -> None:
     print_calls(PARTS[part](ranks))
 
 
+def price_of() -> Callable[[Mapping[str, int]], float]:
+    """What a host's work takes by the figures of a cluster, in seconds, from its numbers by figure."""
+    with open("scenarios/clusters/h100-sxm.yaml", encoding="utf-8") as file:
+        figures = {name: of["value"] for name, of in yaml.safe_load(file)["host"].items() if "value" in of}
+    return lambda counts: sum(number * figures[name] for name, number in counts.items())
+
+
 def print_calls(parts: Iterator[Part]) -> None:
     """Print what the programs of ``parts`` add, in calls of a module."""
     torch.set_num_threads(1)
-    with open("scenarios/clusters/h100-sxm.yaml", encoding="utf-8") as file:
-        figures = {name: of["value"] for name, of in yaml.safe_load(file)["host"].items() if "value" in of}
-
-    def priced(counts: Counter[str]) -> float:
-        return sum(number * figures[name] for name, number in counts.items())
-
+    priced = price_of()
     rows, added, ratios = [], [], []
     for each in parts:
         both = [(seconds(each.plain), seconds(each.program)) for _ in range(WARMUP + REPEATS)][WARMUP:]
@@ -385,7 +387,7 @@ def print_calls(parts: Iterator[Part]) -> None:
         rows.append((each.units, each.weights))
         added.append((program - plain, own))
     ratio = statistics.median(ratios)
-    calls = [(more / ratio - own) / figures["module_s"] for more, own in added]
+    calls = [(more / ratio - own) / priced({"module_s": 1}) for more, own in added]
     print(f"this host is {ratio:.2f} times slower than the figures")
     known = [column for column in (0, 1) if len(rows) > 1 or (rows[0][0] == 0) == bool(column)]
     solved = np.linalg.lstsq(np.array(rows)[:, known], np.array(calls), rcond=None)[0]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
 from spbench.impls.kernels.fp8_projection import RECIPES
@@ -11,6 +11,7 @@ from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.models.blocks.adapter_options import AdapterOptions
 from spbench.impls.models.blocks.fp8_options import Fp8Options
 from spbench.impls.models.blocks.packing import Documents, PackedSequences
+from spbench.impls.models.blocks.recomputation import MEGATRON_CALLS, TORCH_CALLS
 from spbench.impls.models.model import AttentionHeads
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
@@ -310,13 +311,14 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
         return [*(([layer], True) for layer in layers[:n]), (layers[n:], False)]
 
     @property
-    def recomputation(self) -> dict[str, bool]:
+    def recomputation(self) -> dict[str, Any]:
         """The keyword arguments with which :func:`recomputed` runs layers."""
         return {
             "early_stop": self.recompute_early_stop,
             "keep": self.keeps_operators,
             "keep_exchanges": "all_to_all" in self.recompute_keeps,
             "reentrant": self.recompute_reentrant,
+            "calls": TORCH_CALLS if self.recompute_early_stop else MEGATRON_CALLS if self.fused else (0, 0),
         }
 
     @property

@@ -9,7 +9,7 @@ CheckpointWithoutOutput, for moe_act, layernorm and mla_up_proj of --recompute-m
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain, repeat
 from typing import Any, TypeVar
 
@@ -28,10 +28,11 @@ from spbench.impls.kernels.kept_results import KeptResults, keeping
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.observed_work import host_works
 
-#: what torch's checkpoint without reentrance costs the host for a layer in its first and in its second run,
-#: in calls of a module: scripts/program_host.py has 117 and 200 (a Llama of transformers), of which 14 are
-#: calls of modules, which are counted. For each tensor that a layer keeps, hooks in Python run three times
-FIRST_CALLS, SECOND_CALLS = 117, 186
+#: what a layer's first and second runs cost the host, in calls of a module. Under torch's checkpoint without
+#: reentrance, hooks in Python run three times for each tensor that a layer keeps: scripts/program_host.py has
+#: 117 and 200 (a Llama of transformers), of which 14 are calls of modules, which are counted. Megatron-Core's
+#: layers take longer in forward, of which its second run has more: the median of scripts/megatron_host.py
+TORCH_CALLS, MEGATRON_CALLS = (117, 186), (0, 206)
 
 
 class BackwardFrame:
@@ -79,6 +80,7 @@ def recomputed(
     keep: bool = False,
     keep_exchanges: bool = False,
     reentrant: bool = False,
+    calls: tuple[int, int] = (0, 0),
     on_host: HostCheckpoints | None = None,
 ) -> Output:
     """``block(*inputs)``, whose inputs alone are kept until backward runs the block again.
@@ -86,15 +88,15 @@ def recomputed(
     ``keep`` also keeps the results of every other matmul, of attention, and of reduce-scatters (torchtitan's
     selective checkpointing by "op"); ``keep_exchanges``, of all-to-alls of rows too. ``early_stop`` ends the
     second run at the last tensor that backward needs, torch's default. ``on_host`` keeps input tensors on the
-    host. ``reentrant`` also holds the tensors of :class:`BackwardFrame`."""
+    host. ``reentrant`` also holds the tensors of :class:`BackwardFrame`. The host works for ``calls`` in the
+    first run and in the second, see :func:`host_works`."""
     first = random.number
     within: Callable[..., Output] = BackwardFrame(block) if reentrant else block
-    calls = chain([FIRST_CALLS], repeat(SECOND_CALLS))
+    costs = chain(calls[:1], repeat(calls[1]))
 
     def run(*inputs: Any) -> Output:
         random.number = first  # the same dropout masks when backward runs it again
-        if early_stop:
-            host_works(next(calls))
+        host_works(next(costs))
         return within(*inputs)
 
     contexts = partial(_keeping, exchanges=keep_exchanges) if keep else noop_context_fn
@@ -130,39 +132,26 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
         yield
 
 
-class _Remade:
-    """Results that are made again, once, when backward first reads one of these results."""
-
-    def __init__(self, make: Callable[[], Sequence[Tensor]]):
-        self._make = make
-        self._made: Sequence[Tensor] | None = None
-
-    def read(self) -> Sequence[Tensor]:
-        if self._made is None:
-            with torch.no_grad():
-                self._made = self._make()
-        return self._made
-
-
 class _Kept:
     """A placeholder for a result, or for a view of a result, that an operator keeps for backward."""
 
-    def __init__(self, remade: _Remade, number: int, x: Tensor):
-        self._remade, self._number = remade, number
+    def __init__(self, made: Callable[[], Sequence[Tensor]], number: int, x: Tensor):
+        self._made, self._number = made, number
         self._view = x.shape, x.stride(), x.storage_offset()
 
     def read(self) -> Tensor:
-        return self._remade.read()[self._number].as_strided(*self._view)
+        return self._made()[self._number].as_strided(*self._view)
 
 
 def remade(results: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> AbstractContextManager[Any]:
     """A context in which operators keep placeholders for ``results``, which ``make`` makes again in backward
     and which live until all these operators have run backward. ``make`` may hold only kept tensors."""
-    numbers, one = {x.untyped_storage()._cdata: number for number, x in enumerate(results)}, _Remade(make)
+    numbers = {x.untyped_storage()._cdata: number for number, x in enumerate(results)}
+    made = cache(torch.no_grad()(make))  # once, when backward first reads a result
 
     def pack(x: Tensor) -> Any:
         number = numbers.get(x.untyped_storage()._cdata)
-        return x if number is None else _Kept(one, number, x)
+        return x if number is None else _Kept(made, number, x)
 
     def unpack(kept: Any) -> Tensor:
         return kept.read() if isinstance(kept, _Kept) else kept

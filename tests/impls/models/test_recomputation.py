@@ -10,6 +10,7 @@ the waits of streams allow, and a wait that is left out is seen."""
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -32,7 +33,7 @@ from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.projection import project
 from spbench.impls.kernels.rms_norm import plain_rms_norm
 from spbench.impls.kernels.rotary import rotated
-from spbench.impls.models.blocks import recomputation
+from spbench.impls.models.blocks import experts, recomputation
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.observed_work import noting_host_work
@@ -50,15 +51,24 @@ FULL = {"recompute": "full", "recompute_layers": 1}
 EARLY = {"recompute": "full", "recompute_early_stop": True}
 
 
-def gradients(**options: Any) -> dict[str, torch.Tensor]:
-    """Gradients of gpt3-tiny with dropout, by parameter."""
-    model = model_preset("gpt3-tiny", {"dropout": 0.2, "attention_dropout": 0.3, **options})
+def gradients_of(
+    preset: str, device: Device | None = None, *, passes: int = 1, **options: Any
+) -> dict[str, Tensor]:
+    """Gradients of a model, by parameter, after the forwards of some batches and then their backwards in the
+    same order, as a pipeline stage has them."""
+    model = model_preset(preset, options)
     with default_dtype(torch.float64):
         module = model.build(Strategy(seed=5), 16)
         initialize(module, 0, deviation=0.3)
-        batch = model.inputs(2, 16, torch.Generator().manual_seed(1))
-        module(batch)["loss"].backward()
+        batches = [model.inputs(2, 16, torch.Generator().manual_seed(i)) for i in range(passes)]
+        with device or nullcontext():
+            losses = [module(batch)["loss"] for batch in batches]
+            for loss in losses:
+                loss.backward()
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+gradients = partial(gradients_of, "gpt3-tiny", dropout=0.2, attention_dropout=0.3)
 
 
 #: options of a model, and recomputation
@@ -98,7 +108,7 @@ def trace(**changes: Any) -> Trace:
 
 def kernels(of: Trace) -> Counter[str]:
     program = of.program
-    return Counter(program.names[program.name[i]] for i in range(len(program)) if program.kind[i] == 0)
+    return Counter(program.names[name] for name in program.name[program.kind == Kind.KERNEL])
 
 
 # -- what runs again -----------------------------------------------------------------------------------------
@@ -320,21 +330,7 @@ def test_a_checkpointed_layer_with_a_branch_on_a_tensor_is_not_compiled(
 
 LAYERS = 4
 ON_HOST = {"recompute": "full", "checkpoints": "host"}
-
-
-def gradients_of_gpt(device: Device | None = None, *, passes: int = 1, **options: Any) -> dict[str, Tensor]:
-    """Those of gpt3-tiny with dropout, by parameter, after the forwards of some batches and then their
-    backwards in the same order, as a pipeline stage has them."""
-    model = model_preset("gpt3-tiny", {"layers": LAYERS, "dropout": 0.2, **options})
-    with default_dtype(torch.float64):
-        module = model.build(Strategy(seed=5), 16)
-        initialize(module, 0, deviation=0.3)
-        batches = [model.inputs(2, 16, torch.Generator().manual_seed(i)) for i in range(passes)]
-        with device or nullcontext():
-            losses = [module(batch)["loss"] for batch in batches]
-            for loss in losses:
-                loss.backward()
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+gradients_of_gpt = partial(gradients_of, "gpt3-tiny", layers=LAYERS, dropout=0.2)
 
 
 def wrong(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
@@ -371,11 +367,8 @@ def test_each_input_goes_once_and_all_but_the_last_come_back() -> None:
 def copies(**changes: Any) -> Counter[str]:
     fields = {"model_options": {"layers": LAYERS, **ON_HOST}} | changes
     asked = make_cell("gpt3-tiny", "single", {}, 3, 16, "fp32", **fields)
-    program = tracing.trace(asked, events=True).program
-    names = [
-        program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == Kind.KERNEL
-    ]
-    return Counter(name for name in names if name in ("to_host_", "to_device_"))
+    of = kernels(tracing.trace(asked, events=True))
+    return Counter({name: of[name] for name in ("to_host_", "to_device_")})
 
 
 def deaf(stream: str) -> Callable[[Device, pytest.MonkeyPatch], None]:
@@ -460,20 +453,27 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("own", "early_stop", "products"), [(False, True, 3), (True, True, 4), (False, False, 4)]
-)
-def test_a_function_of_the_program_runs_its_last_matmul_again(
-    own: bool, early_stop: bool, products: int
-) -> None:
+@pytest.mark.parametrize(("own", "early_stop", "products"), [(0, True, 3), (1, True, 4), (0, False, 4)])
+def test_a_programs_function_runs_its_last_matmul_again(own: bool, early_stop: bool, products: int) -> None:
     """As DeepSpeed's does, since it keeps its operands only after the matmul; and what the hooks for kept
     tensors cost the host is told once for each run."""
     weight, noted = nn.Parameter(torch.randn(3, 2)), list[int]()
     weight.spbench_own_function = own  # type: ignore[attr-defined]
     x = torch.randn(4, 2, requires_grad=True)
     with Products() as counted, noting_host_work(lambda calls, checks: noted.append(calls)):
-        recomputed(lambda x: project(x, weight), DropoutRandom(0), x, early_stop=early_stop).sum().backward()
+        how = {"early_stop": early_stop, "calls": recomputation.TORCH_CALLS}
+        recomputed(lambda x: project(x, weight), DropoutRandom(0), x, **how).sum().backward()
     assert counted.number == products
-    assert noted == [recomputation.FIRST_CALLS, recomputation.SECOND_CALLS] * early_stop
-    assert weight.grad is not None
+    assert noted == [*recomputation.TORCH_CALLS]
     torch.testing.assert_close(weight.grad, x.sum(0).expand(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("library", "calls"),
+    [("torch", {0}), ("megatron-local", {0, experts.ROUTED_CALLS, recomputation.MEGATRON_CALLS[1]})],
+)
+def test_megatrons_python_of_experts_and_of_second_runs_is_told(library: str, calls: set[int]) -> None:
+    noted = list[int]()
+    with noting_host_work(lambda calls, checks: noted.append(calls)):
+        gradients_of("moe-tiny", library=library, recompute="full")
+    assert set(noted) == calls
