@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -153,8 +154,8 @@ def print_observations() -> None:
 _OLDEST_PYTHON = (3, 11)
 #: compute capabilities for which a kernel is compiled: P100, V100, A100, H100, B200
 _CAPABILITIES = {"P100": 60, "V100": 70, "A100": 80, "H100": 90, "B200": 100}
-#: the name of the extra in a requirement's marker
-_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
+#: of a line with a requirement: what pip takes, the package's name, and the extra in the marker
+_REQUIREMENT = re.compile(r"""(?m)^(([\w.-]+)[^;\n]*)(?:;.*extra\s*==\s*['"]([^'"]+))?""")
 #: free bytes below which a disk is full, or soon will be: a sweep's rows take a few MiB, traces up to 2 GiB
 _FULL_BYTES, _LITTLE_BYTES = 50 * MIB, 2 * GIB
 #: shared memory that NCCL and data loaders can do with
@@ -177,16 +178,15 @@ def packages() -> Iterator[Observation]:
     except PackageNotFoundError:
         yield Observation("spbench", "warning", "not installed, only text on the path", "pip install -e .")
         return
-    versions: dict[str, dict[str, str | None]] = {}
-    for requirement in declared:
-        marked = _EXTRA.search(requirement)
-        name = re.split(r"[\s;<>=!~\[(]", requirement, maxsplit=1)[0]
-        versions.setdefault(marked[1] if marked else "", {})[name] = installed_version(name)
-    for extra, installed in versions.items():
-        absent = [name for name, version in installed.items() if version is None]
-        there = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
+    wanted: dict[str, dict[str, str]] = {}
+    for text, name, extra in _REQUIREMENT.findall("\n".join(declared)):
+        wanted.setdefault(extra, {})[name] = text.strip()
+    for extra, texts in wanted.items():
+        versions = {name: installed_version(name) for name in texts}
+        absent = [name for name, version in versions.items() if version is None]
+        there = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         subject = f"packages of the extra {extra}" if extra else "packages"
-        remedy = f"pip install -c constraints.txt -e '.[{extra}]'" if extra else "pip install spbench"
+        remedy = f"pip install {' '.join(shlex.quote(texts[name]) for name in absent)}"
         if absent:
             there = f"not installed: {', '.join(absent)}{there and f'; installed: {there}'}"
         yield Observation.judged(subject, not absent, there, remedy, "missing", not extra)

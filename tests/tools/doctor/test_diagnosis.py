@@ -116,11 +116,8 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["packages"].status, found["packages"].is_needed) == ("missing", True)
     assert found["packages"].found.startswith("not installed: absent-one; installed: torch 2.")
     extra = found["packages of the extra peers"]
-    assert (extra.status, extra.is_needed, extra.remedy) == (
-        "missing",
-        False,
-        "pip install -c constraints.txt -e '.[peers]'",
-    )
+    assert (extra.status, extra.is_needed, extra.remedy) == ("missing", False, "pip install absent-two==3")
+    assert found["packages"].remedy == "pip install 'absent-one>1'"
 
 
 def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
