@@ -286,7 +286,7 @@ def counts(verdict: PaperVerdict) -> str:
     if (middle := verdict.median) is not None:
         text += f". The median error is {percent(middle)}, the worst {percent(max(verdict.errors), 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
-        text += f". Besides, formulas of the paper differ from our bytes by up to {percent(worst, 0)}"
+        text += f". Formulas of bytes are apart; the worst is {percent(worst, 0)} off"
     return text
 
 
