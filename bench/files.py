@@ -15,8 +15,11 @@ import logging
 import os
 import re
 import stat
+import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +281,24 @@ class DiskCache:
         if not self._complained:
             _log.warning("nothing is kept in %s: %s", self.folder, error)
             self._complained = True
+
+
+@cache
+def users_file(path: str) -> str:
+    """The name of a file if it is the user's code, or of a package; "" if it is torch's, spbench's or
+    Python's own."""
+    root, torch = Path(__file__).resolve().parents[1], Path(sys.modules["torch"].__file__ or "")
+    others = (torch.parent, *(root / name for name in ("bench", "impls", "spbench")))
+    real, python = os.path.realpath(path), os.path.realpath(sysconfig.get_path("stdlib"))
+    of_python = real.startswith(f"{python}{os.sep}") and "-packages" not in real
+    is_others = real.startswith(tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in others))
+    return os.path.basename(path) if os.path.isfile(path) and not of_python and not is_others else ""
+
+
+def line_of(frame: Any) -> str:
+    """The line of the user's innermost code that a frame runs in, as "step.py:31"; "" if there is none."""
+    while frame is not None:
+        if name := users_file(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

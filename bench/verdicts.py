@@ -192,11 +192,7 @@ def as_lines(verdicts: Mapping[tuple[str, ...], Verdict]) -> str:
     lines: list[Verdict] = []
     for run in sorted(runs):
         lines.append(dict(zip(RUN, run, strict=True)))
-        lines += [_case(row) for row in runs[run]]
+        for row in runs[run]:  # without the fields that the head of the run has
+            left_out = (*RUN, "cases") if row["cases"] == 1 else RUN
+            lines.append({n: v for n, v in row.items() if n not in left_out and v not in ("", None)})
     return "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
-
-
-def _case(row: Verdict) -> Verdict:
-    """The fields of a case's verdict that the head of its run does not have."""
-    left_out = (*RUN, "cases") if row["cases"] == 1 else RUN
-    return {name: value for name, value in row.items() if name not in left_out and value not in ("", None)}

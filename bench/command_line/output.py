@@ -120,7 +120,3 @@ class Output:
     code: int = 0
     details: Sequence[Table | str] = ()
     view: View = View()
-
-    def all_columns(self) -> list[str]:
-        """The columns of ``records``, in order."""
-        return list(self.columns or dict.fromkeys(name for record in self.records for name in record))

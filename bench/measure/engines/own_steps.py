@@ -247,8 +247,9 @@ def step_traces(
     def class_of(rank: int) -> int:
         if rank not in done:
             done[rank] = trace_step(step, cell, rank)
-            like = (n for n, each in enumerate(traces) if _alike(each, done[rank]))
-            of_rank[rank] = next(like, len(traces))
+            own = done[rank]
+            like = (each.mesh == own.mesh and each.trace.same(own.trace) for each in traces)
+            of_rank[rank] = [*like, True].index(True)
             if of_rank[rank] == len(traces):
                 traces.append(done[rank])
         return of_rank[rank]
@@ -273,9 +274,3 @@ def step_traces(
         program_of[rank] = kind
     members = [np.flatnonzero(program_of == n).tolist() for n in range(len(traces))]
     return StepTraces.of(cell, traces, members, sorted(done))
-
-
-def _alike(one: StepTrace, other: StepTrace) -> bool:
-    """Whether two ranks run the same program: equal storages, operators and communication at equal lines."""
-    lines = [each.trace.program and each.trace.program.lines for each in (one, other)]
-    return one.mesh == other.mesh and lines[0] == lines[1] and one.trace.same(other.trace)

@@ -168,12 +168,9 @@ def workspace_bytes(cell: Cell) -> dict[str, int]:
     nbytes[impls.GROUPED_WORKSPACES] = impls.GROUPED_STREAMS * engine
     if cell.strategy_options.get("userbuffers"):
         nbytes["transformer_engine"] = (1 + impls.USERBUFFER_STREAMS) * engine
-    config = cell.training.cublas_workspace
-    return nbytes if config is None else {**nbytes, "cublas": configured_bytes(config)}
-
-
-def configured_bytes(config: str) -> int:
-    """The bytes of a CUBLAS_WORKSPACE_CONFIG, which has pairs of KiB and count, such as ":4096:2:16:8"; torch
-    adds the products."""
-    numbers = [int(number) for number in config.split(":")[1:]]
-    return sum(kib * 2**10 * count for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
+    if (config := cell.training.cublas_workspace) is not None:
+        # pairs of KiB and count, such as ":4096:2:16:8", whose products torch adds
+        numbers = [int(number) for number in config.split(":")[1:]]
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        nbytes["cublas"] = sum(kib * 2**10 * count for kib, count in pairs)
+    return nbytes

@@ -204,11 +204,14 @@ def _settings(group: GroupLinks) -> NcclSettings:
 
 def way_seconds(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> float:
     """Seconds of a collective by one (algorithm, protocol); other arguments as of :func:`ring_seconds`."""
-    latency = _ring_latency(kind, nbytes, group, way) if way[0] == "ring" else _tree_latency(group, way)
     bandwidth = _bus_bandwidth(kind, group, way)
     if way[0] == "ring":
+        latency = _ring_latency(kind, nbytes, group, way)
         bandwidth *= group.size / _steps(kind, group.size)
     else:
+        # an all-reduce goes up and down a tree of nodes, each of which is a chain of devices
+        chain, depth = group.size // group.nodes - 1, int(log2(group.nodes))
+        latency = _BASE[way] + 2 * (chain * _NVLINK[way] + depth * _NETWORK[way])
         places = log2(max(nbytes, 64.0) / 64.0)
         bandwidth *= 0.5 * float(np.interp(places, range(24), _TREE_SHARE[way[1]]))
     return latency * _US + nbytes / bandwidth
@@ -255,10 +258,3 @@ def _ring_latency(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> flo
     if way[1] == "simple" and kind == "all_reduce" and fills:
         latency *= _PLATEAU_VOLTA if settings.generation == "volta" else _PLATEAU
     return latency
-
-
-def _tree_latency(group: GroupLinks, way: _Way) -> float:
-    """The latency in microseconds of an all-reduce up and down a tree of nodes, each a chain of devices."""
-    chain = group.size // group.nodes - 1
-    depth = int(log2(group.nodes))
-    return _BASE[way] + 2 * (chain * _NVLINK[way] + depth * _NETWORK[way])

@@ -204,7 +204,7 @@ class Program:
             kernels and records.
         marks: (phase, the phase's first event), in order; a phase may come again.
         unpriced: the operators among ``names`` whose cost is not known (:attr:`Price.known`).
-        lines: the user's line of events that communicate, as "step.py:31"; equal programs may differ in it.
+        lines: the user's line of events that communicate, as "step.py:31".
     """
 
     mesh: Mesh
@@ -226,7 +226,7 @@ class Program:
     peers: tuple[tuple[int, ...], ...]
     marks: tuple[tuple[str, int], ...]
     unpriced: tuple[str, ...] = ()
-    lines: Mapping[int, str] = field(default_factory=dict, compare=False)
+    lines: Mapping[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.kind)

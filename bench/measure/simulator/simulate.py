@@ -92,7 +92,8 @@ def smallest_shifts(programs: Sequence[Program], program_of: np.ndarray, cluster
         same = np.array_equal(program_of[image], program_of)
         return (
             same
-            and all(keeps_nodes(each, image) for each in nodes)
+            # images of ranks share a node exactly if the ranks do
+            and all(len(np.unique([each, each[image]], axis=1).T) == len(np.unique(each)) for each in nodes)
             and all(
                 keeps_groups(group, program, np.flatnonzero(program_of == number), image)
                 for number, program in enumerate(programs)
@@ -107,16 +108,6 @@ def smallest_shifts(programs: Sequence[Program], program_of: np.ndarray, cluster
         return mesh[axis]
 
     return tuple(map(smallest, range(len(mesh))))
-
-
-def keeps_nodes(nodes: np.ndarray, image: np.ndarray) -> bool:
-    """Whether images of ranks share a node exactly if the ranks do.
-
-    Args:
-        nodes: for each rank of the world, its node.
-        image: for each rank of the world, the rank whose place it takes; a permutation.
-    """
-    return len(np.unique(np.stack([nodes, nodes[image]]), axis=1).T) == len(np.unique(nodes))
 
 
 def keeps_groups(group: Group, program: Program, ranks: np.ndarray, image: np.ndarray) -> bool:

@@ -136,7 +136,8 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
             yield Substitute(f"{name} matmuls", "the share of other precisions", "transferred"), events
         if own is not None and own.table.value is not None and not own.share.substitute:
             shaped = events[program.shape[events].any(axis=1)]
-            covered = table_prices.matmuls_covered(own.table.value, program.shape[shaped])
+            table = table_prices.rate_table(own.table.value)
+            covered = table.covers(table_prices.matmul_sizes(table, program.shape[shaped]))
             by = "the nearest of its table"
             yield Substitute(f"{name} matmuls", by, "extrapolated"), shaped[~covered]
             if own.sustained.value is None:  # the share of its rates that a whole step keeps is not known
@@ -213,11 +214,12 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
     work = f"{name} {'intra-node' if within else 'inter-node'}"
     rated = cluster.collective_model == "measured" and parts is not None
     rate = link.rate_of(name, parts or 0) if rated else None
-    if rated and within and (sizes := table_prices.ranks_measured(link, name)) is not None:
+    tables = table_prices.collective_tables(link.table.value) if rated and within and link.table.value else {}
+    if (table := tables.get(name)) is not None:
         if link.table.substitute:
             yield Substitute(work, link.table.substitute, "substituted")
-        elif (parts or 0) > sizes[1]:
-            yield Substitute(work, f"its rate of {sizes[1]} ranks", "extrapolated")
+        elif (parts or 0) > table.largest[0]:
+            yield Substitute(work, f"its rate of {int(table.largest[0])} ranks", "extrapolated")
     elif rate is not None:
         figure: Sourced[float] = rate.bandwidth_bytes_per_s
         if figure.substitute:

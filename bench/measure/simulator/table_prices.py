@@ -135,19 +135,6 @@ def lengths_measured(rate: AttentionRate) -> tuple[int, int] | None:
     return (min(rate.measured), max(rate.measured)) if rate.measured else None
 
 
-def matmuls_covered(name: str, shapes: np.ndarray) -> np.ndarray:
-    """[calls]: whether matmuls of (batch, m, n, k) lie within a table."""
-    table = rate_table(name)
-    return table.covers(matmul_sizes(table, shapes))
-
-
-def ranks_measured(link: Link, kind: str) -> tuple[int, int] | None:
-    """(smallest, largest) of the group sizes in a link's table of a collective; None: there is no table."""
-    if link.table.value is None or (table := collective_tables(link.table.value).get(kind)) is None:
-        return None
-    return int(table.smallest[0]), int(table.largest[0])
-
-
 def collective_seconds(link: Link, kind: str, nbytes: float, ranks: int) -> float | None:
     """Seconds of a collective within a node, without a calibration; None: the link has no table of it.
 

@@ -12,7 +12,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.backends import cuda
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
@@ -29,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from spbench.bench.measure.processes.starting import environment_with
 from spbench.bench.measure.steps.step_file import STANDING_IN
 from spbench.bench.measure.trace import torch_internals
-from spbench.bench.measure.trace.torch_internals import attention_order, below_autograd
+from spbench.bench.measure.trace.torch_internals import FAKE_DEVICE, attention_order, below_autograd, pins
 from spbench.bench.setting_values import COMPILED
 from spbench.bench.yaml_files import read_yaml
 
@@ -40,43 +41,52 @@ _PLAYED, _OF_RANKS, _SCALED_BY_COUNTS = (
 )
 
 
-class OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode, ContextDecorator):
     """While entered, calls of torch's functions that name a GPU mean the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.cuda:
-            return args[0]
-        package = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        caller = sys._getframe(1)
+        if func is torch.Tensor.to and caller.f_code.co_name == "foreach_reduce":
+            return args[0].cpu(**kwargs)  # type: ignore[arg-type]  # FSDP's name for the host and the GPU
+        package = caller.f_globals.get("__name__", "").partition(".")[0]
         if func in (torch.Tensor.item, torch.equal) and package in _SCALED_BY_COUNTS:
             torch.cpu.synchronize()  # the host waits for the value
             return 1
         if func is torch.Tensor.data_ptr and isinstance(args[0], torch_internals.FakeTensor):
             return args[0].untyped_storage()._cdata  # by which programs tell tensors apart
-        named = {name: played(value) for name, value in (kwargs or {}).items()}
-        named.pop("pin_memory", None)  # which a CPU build refuses
-        return func(*map(played, args), **named)
+        place = hosted if func in (Tensor.to, torch.empty_like) else played
+        named = {name: place(value) for name, value in (kwargs or {}).items()}
+        if func == _SET_DATA and pins():
+            vars(args[0])[FAKE_DEVICE] = vars(args[1])[FAKE_DEVICE]
+        if not pins():
+            if func is torch.Tensor.pin_memory:
+                return args[0]
+            named.pop("pin_memory", None)
+        return func(*map(place, args), **named)
+
+
+def hosted(value: Any) -> Any:
+    """The host's memory in place of the word "cpu", where libraries have a device; else as :func:`played`."""
+    return torch_internals.HOST if type(value) is str and value == "cpu" and pins() else played(value)
 
 
 def played(value: Any) -> Any:
     """The CPU in place of a GPU; any other value as it is."""
     kind = type(value)
-    if kind is torch.device and value.type in _PLAYED:
+    if kind is torch.device and value.type in _PLAYED and value != torch_internals.HOST:
         return torch.device("cpu")
     if kind is str and value.partition(":")[0] in _PLAYED:
         return "cpu"
     return value
 
 
-def _in_backward(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, in which a GPU means the CPU: torch leaves :class:`OnCpu` in Tensor.backward."""
+_SAVE, _SET_DATA = save_on_cpu.__init__, Tensor.data.__set__  # type: ignore[attr-defined]
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        with OnCpu():
-            return run(*args, **kwargs)
 
-    return backward
+def _to_host(x: Tensor, *_: Any, non_blocking: bool = False, **__: Any) -> Tensor:
+    return x.to(torch_internals.HOST, non_blocking=non_blocking) if pins() else x
 
 
 def _drawn(tensor: torch.Tensor, mean: float, std: float, *_: Any, **further: Any) -> torch.Tensor:
@@ -141,7 +151,7 @@ def rank_of_world(rank: int, world: int, of_node: int, *, on_cpu: bool = True) -
         for owner, names in _devices(local, of_node).items() if on_cpu else ():
             stack.enter_context(torch_internals.replaced(owner, names))
         if on_cpu:
-            stack.enter_context(torch_internals.around_backward(_in_backward))
+            stack.enter_context(torch_internals.around_backward(OnCpu()))  # torch leaves it in backward
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # for what was compiled before
             stack.enter_context(OnCpu())
         yield meshes
@@ -183,6 +193,8 @@ def _devices(local: int, of_node: int) -> dict[Any, dict[str, Any]]:
         **answers,
         torch.autocast: {"__init__": _on_cpu(torch.autocast.__init__)},
         torch.nn.init: {"_no_grad_trunc_normal_": _drawn},
+        Tensor: {"cpu": _to_host, "cuda": lambda x, *_, **further: x.to(torch.device("cpu"), **further)},
+        save_on_cpu: {"__init__": lambda hooks, pin_memory=False, **_: _SAVE(hooks, pin_memory and pins())},
     }
 
 

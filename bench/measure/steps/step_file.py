@@ -16,7 +16,6 @@ import inspect
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, described, suggestion
+from spbench.bench.files import users_file
 from spbench.bench.measure.trace import torch_internals
 from spbench.bench.setting_values import LARGEST_LENGTH, STEP_FILE, StandIn, names_a_step
 from spbench.bench.yaml_files import read_yaml
@@ -41,14 +41,6 @@ from spbench.impls import Unsupported, flash_attn_if_absent
 Step = Callable[[], Any]
 #: builds a training step
 Build = Callable[[], Step]
-
-#: folders of code that is not the user's; packages such as transformers are the user's
-_ROOT = Path(__file__).resolve().parents[3]
-_OTHERS = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
-    for folder in (Path(torch.__file__).parent, *(_ROOT / name for name in ("bench", "impls", "spbench")))
-)
-_PYTHON = os.path.realpath(sysconfig.get_path("stdlib")) + os.sep
 
 
 @dataclass(frozen=True)
@@ -126,25 +118,6 @@ def _function(path: Path, name: str) -> Build:
         raise UserError(f"{path} has no function {name}{suggestion(name, functions)}")
     build: Build = function
     return build
-
-
-@cache
-def users_file(path: str) -> str:
-    """The name of a file if it is the user's code, or of a package; "" if it is torch's, spbench's or
-    Python's own."""
-    real = os.path.realpath(path)
-    of_python = real.startswith(_PYTHON) and "-packages" not in real
-    is_users = os.path.isfile(path) and not of_python and not real.startswith(_OTHERS)
-    return os.path.basename(path) if is_users else ""
-
-
-def line_of(frame: Any) -> str:
-    """The line of the user's innermost code that a frame runs in, as "step.py:31"; "" if there is none."""
-    while frame is not None:
-        if name := users_file(frame.f_code.co_filename):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 #: what an error means under fake tensors, and how to mend it, by the error's name or by its package

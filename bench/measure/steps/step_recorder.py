@@ -3,7 +3,7 @@
 import gc
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -12,18 +12,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from spbench.bench.errors import UserError
-from spbench.bench.measure.steps.step_file import line_of
+from spbench.bench.files import line_of
 from spbench.bench.measure.trace import torch_internals
-from spbench.bench.measure.trace.memory import ModuleCalls
-from spbench.bench.measure.trace.meter import METERED, communicates
-from spbench.bench.measure.trace.recorder import BETWEEN_TWO, FastRecorder, Recorder
-from spbench.bench.measure.trace.torch_internals import local
+from spbench.bench.measure.trace.memory import PAGEABLE, ModuleCalls, tensors_in
+from spbench.bench.measure.trace.meter import METERED, Call, communicates
+from spbench.bench.measure.trace.recorder import BETWEEN_TWO, PRIM_DEVICE, FastRecorder, Recorder
+from spbench.bench.measure.trace.torch_internals import HOST, local, on_host
+from spbench.impls import OVER_HOST_LINK
 
 #: phases that another forward of the step may follow
 _AFTER_FORWARD = ("backward", "gradient_sync")
 #: kinds of tensors that operators have as they are
 _PLAIN = (torch_internals.FakeTensor, Tensor, nn.Parameter)
+#: operators that pin memory, and that copy from their last tensor
+_PIN = torch.ops.aten._pin_memory.default
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 
 class UserPlaces(ModuleCalls):
@@ -78,8 +81,6 @@ class StepWatcher(Recorder):
     ) -> Any:
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # a DTensor and its like do their work by further calls, which come here
-        if func is torch.ops.aten._pin_memory.default:
-            raise UserError("a trace cannot tell pinned memory from the GPU's: leave offloading out")
         if self._builds and communicates(func) and torch_internals.schema_of(func).name not in METERED:
             return func(*args, **(kwargs or {}))  # such as the scatter of weights that have no values
         if not self._depth and not self._paused:
@@ -88,13 +89,54 @@ class StepWatcher(Recorder):
         if communicates(func) and not self._paused and self.events is not None and self.events.running:
             # the event that is written next
             self.events.builder.lines[len(self.events.builder.rows)] = self.places.line()
+            if any(map(on_host, tensors_in(args))):
+                self.events.builder.unpriced.add(f"{func} on the host")
+        if not self._paused and self._on_host(func, args, kwargs or {}):
+            return self._run_on_host(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operator reads or makes tensors in the host's memory."""
+        made_there = func is _PIN or kwargs.get("pin_memory") or kwargs.get("device") == HOST
+        used = self.host_memory.log.sizes and func is not PRIM_DEVICE and not communicates(func)
+        return bool(made_there or (used and any(map(on_host, tensors_in(args)))))
+
+    def _run_on_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on the host's memory: a copy over the host's link, or work of the host's cores."""
+        if func is torch.ops.aten.is_pinned.default:
+            return self._is_pinned(args[0])
+        if func is _PIN:
+            pinned = self._run_on_host(torch.ops.aten.empty_like.default, args[:1], {"pin_memory": True})
+            return self._run_on_host(torch.ops.aten.copy_.default, (pinned, args[0]), {})
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "device": HOST}
+        result, remembered = self._run(func, tuple(args), kwargs)
+        there = [*tensors_in(result), *tensors_in(args)]
+        call = Call(func, args, kwargs, result, None, remembered, on_host(there[0]))
+        for meter in (self.memory, self.host_memory):
+            meter.see(call)
+        if self.events is None or self.events not in self.meters:
+            return result
+        if func not in _COPIES or on_host(x := there[-1]) == call.on_host:
+            self.events.see(call)
+            return result
+        pinned = self._is_pinned(x if on_host(x) else result)
+        name = OVER_HOST_LINK[2 * (not pinned) + on_host(x)]
+        self.events.see(Call(getattr(torch.ops.spbench, name).default, (result, x), {}, None))
+        if not pinned or True not in (kwargs.get("non_blocking"), *args[2:]):
+            self.streams.join()  # the host waits for the copy
+        return result
+
+    def _is_pinned(self, x: Tensor) -> bool:
+        """Whether a tensor in the host's memory is pinned."""
+        number = self.host_memory.number(x.untyped_storage())
+        return number is not None and self.host_memory.log.tags.get(number) != PAGEABLE
 
     def _enter_patches(self, patches: ExitStack) -> None:
         super()._enter_patches(patches)
         patches.enter_context(torch_internals.foreach_of_fakes())
-        patches.enter_context(torch_internals.around_shapes_of_dtensors(self.paused))
-        patches.enter_context(torch_internals.around_backward(self._in_backward))
+        patches.enter_context(torch_internals.around_shapes_of_dtensors(self.paused()))
+        patches.enter_context(torch_internals.around_backward(self._in_backward()))
         before_update = register_optimizer_step_pre_hook(self._updates)
         after_update = register_optimizer_step_post_hook(lambda *_: self._updated())
         patches.callback(before_update.remove)
@@ -105,19 +147,17 @@ class StepWatcher(Recorder):
             self.begin("forward")
         return super()._call_module(call, module, *args, **kwargs)
 
-    def _in_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            before, self._depth = self._phase, self._depth + 1
-            self.begin("backward")
-            try:
-                return run(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if self._depth:
-                    self.begin(before)
-                self._node = torch_internals.next_node()
-
-        return backward
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        before, self._depth = self._phase, self._depth + 1
+        self.begin("backward")
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth:
+                self.begin(before)
+            self._node = torch_internals.next_node()
 
     def _after_backward(self, func: Any) -> None:
         """Begin the phase of an operator that runs after a backward; a pipeline sends before it goes on."""
@@ -163,10 +203,9 @@ class StepWatcher(Recorder):
         parameters: dict[int, int] = {}
         for module in living(nn.Module):
             own = [*module.parameters(recurse=False)]
-            parameters |= {id(x): x.numel() for x in own if self.memory.number(local(x).untyped_storage())}
+            parameters |= {id(x): x.numel() for x in own if not local(x).is_meta}
             self._tag("parameters", *own, *module.buffers(recurse=False))
-        for optimizer in living(Optimizer):
-            self._tag_update(optimizer)
+        self.tag_made()
         log = self.memory.log
         for number in {abs(event) - 1 for event in log.events} - {-event - 1 for event in log.events}:
             log.tags.setdefault(number, "inputs")

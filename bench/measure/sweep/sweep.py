@@ -119,15 +119,12 @@ def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digestin
     """
     final = [(cell, row) for cell in cells if (row := rows.get(cell.key)) and row.status in FINAL]
     changed = (changed_parts(cell, row, digest_of) for cell, row in final)
-    counts = Counter(_spelled(parts) for parts in changed if parts)
+    every = "from a version without digests"
+    counts = Counter(every if len(each) == len(PARTS) else " and ".join(each) for each in changed if each)
     if not counts:
         return ""
     why = ", ".join(f"{parts} ({number})" for parts, number in counts.most_common())
     return f"{counts.total()} of {len(final)} earlier results are out of date and run again; changed: {why}"
-
-
-def _spelled(parts: list[str]) -> str:
-    return "from a version without digests" if len(parts) == len(PARTS) else " and ".join(parts)
 
 
 def _without_texts(cluster: Any) -> Any:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.bench.measure.simulator.program import COMPUTE_STREAM, Group, Kind, Program, offset
+from spbench.bench.measure.simulator.program import COMPUTE_STREAM, Category, Group, Kind, Program, offset
 from spbench.bench.measure.simulator.program_builder import CHECK, JOIN, MODULE, NODE, VIEW, ProgramBuilder
 from spbench.bench.measure.trace.meter import Call, Communication, Meter
 from spbench.bench.measure.trace.operator_prices import price_of
@@ -244,7 +244,7 @@ class EventLog(Meter):
         if not self.running or call.communication is not None:
             return
         self.count_node()
-        func, args, kwargs, result, _, remembered = call
+        func, args, kwargs, result, _, remembered, on_host = call
         if func is _WAIT_TENSOR:
             self._waited(self._functional.pop(storage_key(args[0]), -1))
             return
@@ -259,7 +259,8 @@ class EventLog(Meter):
             figures = price.of(args, kwargs or {}, result)
             if remembered:
                 remembered.price = figures
-        builder.add_kernel((Kind.KERNEL, builder.named(price.name), *figures))
+        category = Category.HOST_UPDATE if on_host else figures[0]
+        builder.add_kernel((Kind.KERNEL, builder.named(price.name), category, *figures[1:]))
 
     def post(self, args: Sequence[Any], result: Any, communication: Communication) -> Any:
         """Write down a call that communicates; returns its result, with a :class:`PostedWork` as its Work."""

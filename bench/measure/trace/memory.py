@@ -102,13 +102,13 @@ def makes_on_host(func: Any) -> bool:
     )
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """A tensor, or the tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
 
 
 class MemoryMeter(Meter):
@@ -145,7 +145,7 @@ class MemoryMeter(Meter):
         self.log.ends.append(len(self.log.events))
 
     def see(self, call: Call) -> None:
-        if makes_on_host(call.func):
+        if call.on_host or makes_on_host(call.func):
             return
         self._note_call(call)
         self._note_inside(call.func, call.args)
@@ -178,13 +178,13 @@ class MemoryMeter(Meter):
         communication = call.communication
         if communication is not None and not communication.returns_new:
             if communication.collective in _FILLED_FROM_OTHERS:
-                self.tag(_tensors_in(call.args[0]), "communication_buffers", keep=True)
+                self.tag(tensors_in(call.args[0]), "communication_buffers", keep=True)
             return
         if call.remembered is None or call.remembered.makes_storage:
-            for tensor in _tensors_in(call.result):
+            for tensor in tensors_in(call.result):
                 self.note(tensor)
         if communication is not None:
-            self.tag(_tensors_in(call.result), "communication_buffers", keep=True)
+            self.tag(tensors_in(call.result), "communication_buffers", keep=True)
 
     def note(self, tensor: Tensor) -> None:
         """Note a tensor's storage, if it is new. For a DTensor, note its local part's storage, because the
@@ -262,7 +262,11 @@ class HostMemoryMeter(MemoryMeter):
         self.device = "cpu"
 
     def see(self, call: Call) -> None:
-        if makes_on_host(call.func):
-            self.note(call.result)
-            if torch_internals.schema_of(call.func).name.split("::")[1] in MAKES_PAGEABLE:
-                self.tag([call.result], PAGEABLE)
+        if not (call.on_host or makes_on_host(call.func)):
+            return
+        pinned = ("pin_memory", "non_blocking")  # a copy for which the host does not wait is to pinned memory
+        name, first = torch_internals.schema_of(call.func).name.split("::")[1], len(self.log.sizes)
+        for x in tensors_in(call.result):
+            self.note(x)
+        if name in MAKES_PAGEABLE or (call.on_host and not any(map(call.kwargs.get, pinned))):
+            self.log.tags |= dict.fromkeys(range(first, len(self.log.sizes)), PAGEABLE)

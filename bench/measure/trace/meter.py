@@ -93,6 +93,7 @@ class Call(NamedTuple):
         func: a ``torch._ops.OpOverload``.
         communication: the communication of the call; None for a call that does not communicate.
         remembered: from which the recorder has built the result; None: the operator has run.
+        on_host: whether the host's cores compute the result, in the host's memory.
     """
 
     func: Any
@@ -101,6 +102,7 @@ class Call(NamedTuple):
     result: Any
     communication: Communication | None = None
     remembered: Remembered | None = None
+    on_host: bool = False
 
 
 class Meter:

@@ -87,14 +87,6 @@ def _scan_shape(arguments: Sequence[Any], block: int) -> tuple[int, int, int, in
     return max(steps), -(-sum(steps) * batch * heads // max(steps)), 0, 0
 
 
-def _grouped_flops(args: Sequence[Any]) -> int:
-    """The FLOPs of the matmuls of all experts, which equal those of one matmul of all rows: from rows [R, k]
-    and weights [k, n], stacked or in a list, or from d_y [R, n] and rows [R, k]."""
-    rows, other = args[0], args[1]
-    columns = (other if isinstance(other, Tensor) else other[0]).shape[-1]
-    return 2 * rows.numel() * int(columns)
-
-
 #: (category, bytes, FLOPs, precision, shape, strided elements, alignment) of a call, in the terms of
 #: :class:`Program`; the last two are those of a matmul
 CallFigures = tuple[int, int, int, int, tuple[int, int, int, int], int, int]
@@ -176,8 +168,10 @@ class Price:
         if self._returned:
             nbytes += nbytes_of(result) * self._returned
         if self._grouped >= 0:
-            flops = _grouped_flops(args[self._grouped :])
-            precision = _PRECISION.get(args[self._grouped].dtype, _OTHER)
+            # as one matmul of all rows: of rows [R, k] and weights [k, n], or of d_y [R, n] and rows [R, k]
+            rows, other = args[self._grouped : self._grouped + 2]
+            flops = 2 * rows.numel() * int((other if isinstance(other, Tensor) else other[0]).shape[-1])
+            precision = _PRECISION.get(rows.dtype, _OTHER)
             return Category.MATMUL, nbytes, flops, precision, NO_SHAPE, 0, ALIGNED
         if self._matmul < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)

@@ -76,19 +76,15 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     take the plain path of :class:`Recorder`."""
     if communicates(func) or schema_of(func).name in _UNUSUAL:
         return None
-    if any(t in func.tags for t in _UNUSUAL_TAGS) and not _by_places(func, args):
+    by_places = func is torch.ops.aten.index.Tensor and all(
+        x is None or x.dtype in (torch.int32, torch.int64) for x in args[1]
+    )
+    if any(t in func.tags for t in _UNUSUAL_TAGS) and not by_places:  # a mask's values would matter
         return None
     results = result if type(result) in (tuple, list) else [] if result is None else [result]
     if any(type(x) is not FakeTensor or x.constant is not None for x in results):
         return None
     return _remembered(args, kwargs, result)
-
-
-def _by_places(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a call selects elements by integer indices, not by a mask, whose values would matter."""
-    if func is not torch.ops.aten.index.Tensor:
-        return False
-    return all(x is None or x.dtype in (torch.int32, torch.int64) for x in args[1])
 
 
 def _remembered(

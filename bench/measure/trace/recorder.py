@@ -9,7 +9,13 @@ builds the results of later calls itself. The mode always runs unusual calls (se
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    _GeneratorContextManager,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 from typing import Any, Self
 
@@ -140,7 +146,7 @@ class Recorder(torch_internals.TorchDispatchMode):
         """A context in which only memory meters see operators."""
         return torch_internals.replaced(self, {"meters": [self.memory, self.host_memory]})
 
-    def paused(self) -> AbstractContextManager[None]:
+    def paused(self) -> _GeneratorContextManager[None]:
         """A context in which no meter sees any operator."""
         return torch_internals.replaced(self, {"_paused": True})
 

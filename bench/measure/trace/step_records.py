@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from spbench.bench.measure.simulator.program import Kind
-from spbench.bench.measure.simulator.program_builder import EventRow
 from spbench.bench.measure.trace.event_log import EventLog
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
@@ -70,19 +69,9 @@ class _Column(Generic[Item]):
             self.items += last if self.later is None else self.later(last, number * by)
 
 
-def _later_changes(changes: Sequence[int], by: int) -> list[int]:
-    """The same births and deaths (events of :class:`MemoryLog`), with storage numbers larger by ``by``."""
-    return [change + by if change > 0 else change - by for change in changes]
-
-
 def _later_marks(marks: Sequence[tuple[Any, int]], by: int) -> list[tuple[Any, int]]:
     """The same pairs of a mark and the event at which it begins, ``by`` events later."""
     return [(what, first + by) for what, first in marks]
-
-
-def _later_rows(rows: Sequence[EventRow], by: int) -> list[EventRow]:
-    """The same rows, ``by`` events later in the program: only the numbers of awaited events change."""
-    return [(*row[:-1], row[-1] + by) if row[0] == Kind.WAIT else row for row in rows]
 
 
 class _Unfinished:
@@ -178,7 +167,11 @@ class StorageRecord:
         log = self.log
         #: one item for each storage
         self._sizes, self._streams, self._places = map(_Column[int], (log.sizes, log.streams, log.places))
-        self._changes, self._marks = _Column(log.events, _later_changes), _Column(log.marks, _later_marks)
+        # births and deaths have the numbers of storages
+        self._changes = _Column(
+            log.events, lambda changes, by: [n + by if n > 0 else n - by for n in changes]
+        )
+        self._marks = _Column(log.marks, _later_marks)
         self._columns: list[_Column[Any]] = [
             *(self._sizes, self._streams, self._places, self._changes, self._marks)
         ]
@@ -245,7 +238,10 @@ class EventRecord:
 
     def __init__(self, log: EventLog):
         self.log, builder = log, log.builder
-        self._rows = _Column(builder.rows, _later_rows)
+        # of the rows only waits have numbers of events
+        self._rows = _Column(
+            builder.rows, lambda rows, by: [(*r[:-1], r[-1] + by) if r[0] == Kind.WAIT else r for r in rows]
+        )
         noted: tuple[list[tuple[Any, int]], ...] = (builder.marks, builder.switches, builder.works)
         self._noted = [_Column(each, _later_marks) for each in noted]
         self._columns: list[_Column[Any]] = [self._rows, *self._noted]

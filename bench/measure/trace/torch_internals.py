@@ -7,7 +7,7 @@ moves one. :func:`check_internals` names the one that has moved, before the firs
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ContextDecorator, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -55,34 +55,35 @@ _OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, 
 
 #: the attribute of a fake tensor that holds its device
 FAKE_DEVICE = "_fake_device"
+#: the device of fake tensors in the host's memory, which torch tells from the CPU, the device of all others
+HOST = torch.device("cpu", 1)
 
 
 @contextmanager
 def foreach_of_fakes() -> Iterator[None]:
     """Within the context, optimizers and norms of fake tensors on the CPU take torch's foreach operators, as
-    those of a GPU's tensors do."""
+    those of a GPU's tensors do; optimizers of tensors in the host's memory do not."""
     optimizer, utils = (
         import_module(f"torch.{name}") for name in ("optim.optimizer", "utils._foreach_utils")
     )
     kinds = {"_foreach_supported_types": [*optimizer._foreach_supported_types, FakeTensor]}
-    on_cpu = {"_get_foreach_kernels_supported_devices": lambda: ["cpu"]}
+
+    def devices() -> list[str]:
+        of_optimizer = sys._getframe(1).f_locals["params"]
+        return [] if any(on_host(local(x)) for x in of_optimizer) else ["cpu"]
+
+    on_cpu = {"_get_foreach_kernels_supported_devices": devices}
     with replaced(optimizer, kinds | on_cpu), replaced(utils, kinds):
         yield
 
 
 @contextmanager
-def around_shapes_of_dtensors(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def around_shapes_of_dtensors(context: ContextDecorator) -> Iterator[None]:
     """Within the context, DTensor works out shapes, on tensors of the whole size that no rank has, in a
     ``context`` of its own."""
     propagator = import_module("torch.distributed.tensor._sharding_prop").ShardingPropagator
     name = "_propagate_tensor_meta_non_cached"
-    work_out = getattr(propagator, name)
-
-    def apart(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return work_out(*args, **kwargs)
-
-    with replaced(propagator, {name: apart}):
+    with replaced(propagator, {name: context(getattr(propagator, name))}):
         yield
 
 
@@ -117,9 +118,9 @@ def static_pipelines() -> Iterator[None]:
 
 
 @contextmanager
-def around_backward(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Within the context, ``around`` has replaced the function by which autograd's engine runs a backward."""
-    run = around(torch.autograd.graph._engine_run_backward)
+def around_backward(context: ContextDecorator) -> Iterator[None]:
+    """Within the context, autograd's engine runs a backward in a ``context`` of its own."""
+    run = context(torch.autograd.graph._engine_run_backward)
     with (
         replaced(torch.autograd, {"_engine_run_backward": run}),
         replaced(torch.autograd.graph, {"_engine_run_backward": run}),
@@ -165,6 +166,16 @@ def local(x: Tensor) -> Tensor:
     while type(x) is not FakeTensor and is_traceable_wrapper_subclass(x):
         x = getattr(x, x.__tensor_flatten__()[0][0])
     return x
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether a tensor is a fake one in the host's memory."""
+    return bool(vars(x).get(FAKE_DEVICE) == HOST)
+
+
+def pins() -> bool:
+    """Whether operators make fake tensors, which can be in pinned memory; a build for CPUs pins no others."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def in_backward() -> bool:

@@ -116,19 +116,14 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
             share, latency = 1 / min(cards, on_a_node), _latency(inside, kind, on_a_node)
             if kind == "all_to_all":  # each device sends its own pieces, of which some stay within the node
                 share, latency = share * on_a_node**2 * (nodes - 1) / (nodes * on_a_node - 1), 0.0
-            parts[nodes] = _of_a_card(rate, share, latency)
+            # of one network card, without the latency within the node
+            other = None if rate.other is None else max(0.0, rate.other - latency)
+            how = f"{rate.how}; a card's share, {share:.3g}" if share != 1 else rate.how
+            parts[nodes] = rate_fits.Rate(rate.best * share, rate.limit * share, other, how, rate.source)
         _put_rates(cluster, "network", kind, parts)
     if any(".collectives." in line["figure"] for line in cluster.fitted):
         cluster.put({"collective_model": "measured"})
     cluster.put(without_scalar(base, "link_efficiency"))
-
-
-def _of_a_card(rate: rate_fits.Rate, share: float, latency_within: float) -> rate_fits.Rate:
-    """The rate of one network card, a share of a collective's bus bandwidth; the latency within the node, in
-    seconds, is subtracted."""
-    latency = None if rate.other is None else max(0.0, rate.other - latency_within)
-    how = f"{rate.how}; a card's share, {share:.3g}" if share != 1 else rate.how
-    return rate_fits.Rate(rate.best * share, rate.limit * share, latency, how, rate.source)
 
 
 def _put_rates(cluster: LogCluster, link: str, kind: str, by_size: Mapping[int, rate_fits.Rate]) -> None:

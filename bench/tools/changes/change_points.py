@@ -69,19 +69,14 @@ def change_points(values: Sequence[float]) -> list[ChangePoint]:
     # the deviation of differences is that of independent noise times sqrt(2)
     deviation = scipy.stats.median_abs_deviation(np.diff(logs), scale="normal") / math.sqrt(2)
     noise = max(float(deviation), _LEAST_NOISE)
-    logs = _without_outliers(logs, noise)
+    # no value is an outlier, more than 3 deviations from the median of the 5 values around it (or at an end)
+    starts = np.clip(np.arange(len(logs)) - _WINDOW // 2, 0, len(logs) - _WINDOW)
+    medians = np.median(logs[starts[:, None] + np.arange(_WINDOW)], axis=1)
+    logs = np.clip(logs, medians - _OUTLYING * noise, medians + _OUTLYING * noise)
     if np.ptp(logs) < math.log1p(MINIMUM_EFFECT):
         return []
     bounds = _confirmed(logs, _candidates(logs / noise))
     return _merged(logs, bounds, noise)
-
-
-def _without_outliers(logs: NDArray[Any], noise: float) -> NDArray[Any]:
-    """The values, each clipped to 3 standard deviations around the median of the 5 values around it; at both
-    ends the window of 5 is moved inwards."""
-    starts = np.clip(np.arange(len(logs)) - _WINDOW // 2, 0, len(logs) - _WINDOW)
-    medians = np.median(logs[starts[:, None] + np.arange(_WINDOW)], axis=1)
-    return np.clip(logs, medians - _OUTLYING * noise, medians + _OUTLYING * noise)
 
 
 def _candidates(standardized: NDArray[Any]) -> list[int]:

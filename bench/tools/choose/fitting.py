@@ -69,11 +69,6 @@ class Fitting:
         """Whether every cell can run and fits."""
         return not self.others and self.fullest.fits
 
-    @property
-    def surely_fits(self) -> bool:
-        """Whether every cell can run and fits, and none is tight."""
-        return self.fits and all(each.certainty.word == "fits" for each in self.verdicts)
-
     def written(self, figure: Path | None, snapshot: Path | None) -> list[Path]:
         """Write a figure and a snapshot of the fullest ranks to the paths, unless None; returns the paths."""
         at, files = self.fullest, []
@@ -250,7 +245,8 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool, beside: Seque
         **lists,
         **meanings,
     )
-    code = int(must_fit and not answer.surely_fits)
+    fits_surely = answer.fits and all(each.certainty.word == "fits" for each in answer.verdicts)  # none tight
+    code = int(must_fit and not fits_surely)
     return Output(sections, content, cells, (), answer.subject.remarks, files, code, details)
 
 

@@ -91,8 +91,9 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         Unsupported: the strategy cannot run these sizes, or the cluster lacks a rate.
     """
     begun = time.process_time()
-    if depth == "few_layers":
-        cell = _with_one_leading(cell)
+    if depth == "few_layers" and model_preset(*cell.model_arguments).unlike_layers > 1:
+        # further dense layers take equally long, as wide as a token's experts together, and hold less
+        cell = cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
     shared = backend_class(cell.training.backend).shares_out or ()
     depths = _DEPTHS_OF_SHARDS if "parameters" in shared else DEPTHS
     # layers of the stage that has fewest, counted as by `stage_layers`
@@ -128,14 +129,6 @@ def _leading(cell: Cell) -> int:
     after its leading ones; 0 if the first stage has that many more itself."""
     stages = cell.training.stage_layers or (0,)
     return max(0, measure.leading_runs(cell) - (stages[0] - min(stages)))
-
-
-def _with_one_leading(cell: Cell) -> Cell:
-    """The cell with at most one dense layer before its layers with experts. Further dense layers take equally
-    long, because their MLPs are as wide as a token's experts together, and hold less."""
-    if model_preset(*cell.model_arguments).unlike_layers <= 1:
-        return cell
-    return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
 
 
 def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:

@@ -165,10 +165,7 @@ def _certain(node: Node, word: Word) -> str:
     """The text of a word without a pattern. ValueError for another node, NotKnown if the text has a mark."""
     if node.type not in _WORDS or ("string" not in node.type and re.search(r"[*?[]", source_of(node))):
         raise ValueError("no plain word")
-    return _known(word(node))
-
-
-def _known(text: str) -> str:
+    text = word(node)
     if unknown := unknown_in(text):
         raise NotKnown(unknown[0])
     return text

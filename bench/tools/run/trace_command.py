@@ -5,16 +5,12 @@ import click
 from spbench.bench.command_line import options
 
 
-def _rank(word: str) -> int | None:
-    return None if word == "all" else options.whole(word, 0)
-
-
 @click.command("trace")
 @options.choosing_cells
 @options.shape
 @options.many(
     "--ranks",
-    options.several("n[,n...]|all", _rank),
+    options.several("n[,n...]|all", lambda word: None if word == "all" else options.whole(word, 0)),
     "Ranks to write, or all; by default the first of each class of ranks. A step of your own is traced on "
     "these ranks.",
 )

@@ -18,6 +18,7 @@ from spbench.bench.measure.steps.step_recorder import StepWatcher
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
+from spbench.impls import OVER_HOST_LINK
 from tests.grid import data, tabled
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "steps"
@@ -64,7 +65,7 @@ def test_an_mlp_under_fully_shard_by_hand(tmp_path):
     marks = [phase for phase, _ in step.classes.traced[0].trace.memory.marks]
     assert marks == ["forward", "backward", "gradient_sync", "optimizer"] * 2
     assert step.fits()
-    moments = {"kind": "optimizer_state", "place": "step.py:26", "bytes": adam + steps, "tensors": 24}
+    moments = {"kind": "optimizer_state", "place": "step.py:27", "bytes": adam + steps, "tensors": 24}
     assert moments in step.held()
 
 
@@ -171,8 +172,18 @@ def train():
 """,
         2,
     )
-    with pytest.raises(UserError, match=r"never ends: rank 0.* at step\.py:12; rank 1.* at step\.py:15"):
+    with pytest.raises(UserError, match=r"never ends: rank 0.* at step\.py:13; rank 1.* at step\.py:16"):
         step.measurement  # noqa: B018
+
+
+@tabled(__file__, "what_is_on_the_host")
+def test_what_is_on_the_host(tmp_path, old, new, copies, host):
+    step = measured(tmp_path, FSDP.replace(old, new))
+    program = step.classes.traced[0].trace.program
+    moved = {name: int(program.nbytes[program.calls_of([name])].sum()) for name in OVER_HOST_LINK}
+    assert {name: nbytes for name, nbytes in moved.items() if nbytes} == copies
+    assert step.measurement.peak_host_memory_bytes == host
+    assert step.measurement.peak_held["parameters"] == 2**21 * ("offload" not in new)
 
 
 STEP = data(__file__)["STEP"]
@@ -191,26 +202,8 @@ def compiled_before(x):
 
 
 def test_a_compiled_step_runs_eagerly_and_says_so(tmp_path):
-    body = """
-from tests.measure.steps.test_own_step import compiled_before
-
-class Inner(nn.Linear):
-    @torch.compile
-    def forward(self, x):
-        return super().forward(x)
-
-def train():
-    models, x = nn.Sequential(torch.compile(nn.Linear(64, 64)), Inner(64, 64)), torch.randn(8, 64)
-    models.append(nn.Linear(64, 64))
-    models[2].compile(mode="max-autotune", fullgraph=True)
-    models.register_module("0", torch.compile(models[0], backend="eager", dynamic=False))
-    @torch.compile(fullgraph=True)
-    def step():
-        compiled_before(models(x)).sum().backward()
-    return step
-"""
     with pytest.warns(UserWarning, match="torch.compile has no effect in a trace"):
-        step = measured(tmp_path, body)
+        step = measured(tmp_path, data(__file__)["COMPILED"])
     assert step.measurement.flops["forward"] == 4 * (3 * 2 * 8 * 64 * 64 + 2 * 8 * 8 * 64)
     banded, eager = with_band(step.row)["measurement"], with_band(measured(tmp_path, FSDP).row)["measurement"]
     assert banded["band"].startswith("compiled code priced as eager code: no measured step, so the widest")

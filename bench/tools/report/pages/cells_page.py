@@ -82,10 +82,11 @@ def _details(cell: CellResult) -> dict[str, Any]:
     """The details of a row by title: each is a table (columns and lines), or values by name."""
     row, measured = cell.row, cell.row["measurement"]
     provenance = {**(row.get("provenance") or {}), "commit": commit_of(row), "time": row.get("time")}
+    equal = Counter(tuple(line.items()) for line in measured.get("formula") or [])  # those of equal layers
     return {
         "": {"reason": row["reason"]} if row["reason"] else {},
         "Sent bytes a rank, by phase and collective": _compact(measured.get("communication") or []),
-        "The strategy's closed form": _compact(_count_equal(measured.get("formula") or [])),
+        "The strategy's closed form": _compact([{"times": n, **dict(line)} for line, n in equal.items()]),
         "Memory held at the peak, by category (bytes)": measured.get("peak_held") or {},
         "Time of a step (s)": {
             name: seconds and float(f"{seconds:.6g}")  # the page shows five digits
@@ -100,12 +101,6 @@ def _details(cell: CellResult) -> dict[str, Any]:
         },
         "Provenance": {name: value for name, value in provenance.items() if value},
     }
-
-
-def _count_equal(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The distinct lines, each with the number of equal lines as ``times``: equal layers have equal lines."""
-    times = Counter(tuple(line.items()) for line in lines)
-    return [{"times": count, **dict(line)} for line, count in times.items()]
 
 
 def _compact(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -217,6 +217,10 @@ def _verdict_line(key: tuple[str, ...], group: Sequence[Verdict]) -> Line:
     counts = count_by_status(group)
     judged = [verdict for verdict in group if verdict["status"] != "unsupported"]
     worst = max(judged, key=lambda v: (v["status"] == "RED", _excess(v)), default=None)
+    where = group[0]["reason"]
+    if worst:
+        on = f" on {worst['mesh']}" if worst["mesh"] else ""
+        where = f"{worst['tensor']}{on} {worst['verdict'] or worst['reason']}".strip()
     names = ("strategy", "model", "part", "precision", "backend")
     return {
         **dict(zip(names, key, strict=True)),
@@ -224,7 +228,7 @@ def _verdict_line(key: tuple[str, ...], group: Sequence[Verdict]) -> Line:
         **counts,
         "largest error": worst["error"] if worst else None,
         "allowed": worst["limit"] if worst else None,
-        "where": _of(worst) if worst else group[0]["reason"],
+        "where": where,
     }
 
 
@@ -233,11 +237,6 @@ def _excess(verdict: Verdict) -> float:
     if verdict["error"] is None or not verdict["limit"]:
         return float("inf") if verdict["status"] == "RED" else 0.0
     return float(verdict["error"] / verdict["limit"])
-
-
-def _of(verdict: Verdict) -> str:
-    where = f" on {verdict['mesh']}" if verdict["mesh"] else ""
-    return f"{verdict['tensor']}{where} {verdict['verdict'] or verdict['reason']}".strip()
 
 
 def count_by_status(verdicts: Iterable[Verdict]) -> dict[str, int]:
