@@ -39,7 +39,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "experts": {"model": "moe-tiny", "ep": 2},
     "windows": {"model_options": {"window": 16}},
     "packed": {"model_options": {"documents": [20, 44]}},
-    "dropout of attention": {"model_options": {"attention_dropout": 0.1}},
+    "dropout of causal attention": {"model_options": {"attention_dropout": 0.1}},
     "padding mask (BERT)": {"model": "bert-tiny"},
     "linear attention": {"model": "linear-transformer-tiny"},
     "gated recurrences": {"model": "gated-deltanet-tiny"},
