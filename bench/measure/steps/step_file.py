@@ -120,7 +120,7 @@ def _function(path: Path, name: str) -> Build:
     return build
 
 
-#: what an error means under fake tensors, and how to mend it, by the error's name or by its package
+#: what an error means under fake tensors, and how to mend it, by the error's name or words of its message
 _UNWATCHED = read_yaml(Path(__file__).with_name("unwatched.yaml"))
 
 
@@ -154,7 +154,8 @@ def named_lines(name: str) -> Iterator[None]:
             where = name
         else:
             raise  # spbench's own
-        means = _UNWATCHED.get(type(error).__name__)
+        text = f"{type(error).__name__}: {error}"
+        means = next((_UNWATCHED[each] for each in _UNWATCHED if each in text), "")
         of_error = {"error": getattr(error, "func", error)}
         said = means.format(**of_error, **_UNWATCHED) if means else described(error)
         said = str(error) if isinstance(error, UserError) else said
