@@ -98,12 +98,12 @@ class Device(yaml_files.StrictModel):
 
     @model_validator(mode="after")
     def _operators_in_order(self) -> Self:
-        for name, times in (*self.operators.items(), *self.scans.items()):
+        of_operators = {f"operators.{name}": times for name, times in self.operators.items()}
+        for name, times in {**of_operators, **{f"scans.{n}": each for n, each in self.scans.items()}}.items():
             sizes = [pair[0] for pair in times.value or () if len(pair) == 2]
             if not sizes or len(sizes) < len(times.value or ()) or sizes != sorted(set(sizes)):
-                raise ValueError(
-                    f"{name}: give [bytes, or recurrences, and seconds] of one call or more, ascending"
-                )
+                first = "bytes" if name in of_operators else "recurrences"
+                raise ValueError(f"{name}: give [{first}, seconds] of one call or more, by ascending {first}")
         return self
 
     @model_validator(mode="after")
