@@ -195,7 +195,7 @@ def _section(findings: paper_findings.PaperFindings, source: str, scenarios: Seq
     without = [_link(name, findings, short=True) for name, own in of_scenarios.items() if not own]
     lines = [*chain.from_iterable(of_scenarios.values())]
     text = f"## [{title}]({target}): {verdict.word}\n\n{sentences}\n\n{paper_findings.markdown(lines)}"
-    return text + (f"\nComputed, but not compared with the paper: {', '.join(without)}.\n" if without else "")
+    return text + (f"\nNot compared with the paper: {', '.join(without)}.\n" if without else "")
 
 
 def _lines(scenario: str, findings: paper_findings.PaperFindings) -> Iterator[paper_findings.Line]:

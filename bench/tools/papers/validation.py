@@ -127,8 +127,8 @@ def trust_lines(folder: Path) -> list[Line]:
     kinds = [
         ("memory", "Megatron-LM on A100 to GB200; tables of RSA, LASP, LASP-2 and FPDT", memory),
         ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
-        ("step time, rates from benchmarks, also of other cards", "published steps", times[is_measured]),
-        ("step time, other rates (fits, datasheets)", "published steps", times[~is_measured]),
+        ("step time, rates of benchmarks of this or another card", "published steps", times[is_measured]),
+        ("other step times (fits, datasheets, unlike programs)", "published steps", times[~is_measured]),
     ]
     return [
         {"quantity": quantity, "compared with": against, **_errors_and_roles(some)}
