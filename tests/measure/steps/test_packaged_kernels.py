@@ -2,6 +2,7 @@
 where it is not installed, and of others the message has three lines that give one."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,16 @@ WHOLE, PACKED = (
 )
 
 
+def step_of(folder: Path, text: str, world_size: int = 1) -> Any:
+    (folder / "step.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patched:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "flash_attn"]:
+            patched.delitem(sys.modules, name)  # which tests of peers put there
+        return measure_step(f"{folder}/step.py:train", world_size=world_size, cluster="dgx-h100")
+
+
 def traced(folder: Path, imports: str, call: str) -> Any:
-    (folder / "step.py").write_text(STEP.format(imports, call))
-    return measure_step(f"{folder}/step.py:train", world_size=2, cluster="dgx-h100").measurement
+    return step_of(folder, STEP.format(imports, call), 2).measurement
 
 
 LAUNCHES, DELTA_RULE, LIGER = (data(__file__)[name] for name in ("LAUNCHES", "DELTA_RULE", "LIGER"))
@@ -40,11 +48,8 @@ FORMULA = "register_flop_formula(doubled_by_users.fn)(lambda x_ptr, n, **_: n)\n
 
 
 @pytest.mark.parametrize("formula", ["", FORMULA])
-def test_a_triton_kernel_of_the_users_own_is_priced_by_bytes_or_a_formula(
-    tmp_path: Path, formula: str
-) -> None:
-    (tmp_path / "step.py").write_text(LAUNCHES.format(formula))
-    step = measure_step(f"{tmp_path}/step.py:train", world_size=2, cluster="dgx-h100")
+def test_a_users_triton_kernel_is_priced_by_bytes_or_a_formula(tmp_path: Path, formula: str) -> None:
+    step = step_of(tmp_path, LAUNCHES.format(formula), 2)
     assert step.measurement.unpriced_operators == ({} if formula else {"doubled_by_users": 1})
     assert step.measurement.flops["forward"] == (2 * 1024 * 64 if formula else 0)
     program = step.classes.traced[0].trace.program
@@ -65,23 +70,20 @@ def test_kernels_of_fla_have_the_flops_of_its_naive_forms(
     """The kernels leave out the parts of the scores above the diagonal, and invert a triangle by products."""
     forms = pytest.importorskip(f"fla.ops.{name}.naive")
     given = "g=g" if name == "simple_gla" else "g, beta"
-    (tmp_path / "step.py").write_text(DELTA_RULE.format(name, channels, given))
-    row = measure_step(f"{tmp_path}/step.py:train", world_size=1, cluster="dgx-h100").measurement
+    row = step_of(tmp_path, DELTA_RULE.format(name, channels, given)).measurement
     q, g = torch.randn(1, 1024, 2, 128), -torch.rand(1, 1024, 2, *[128] * bool(channels))
     with FlopCounterMode(display=False) as counter:
         getattr(forms, naive)(q, q, q, *[g] if name == "simple_gla" else [g, torch.rand(1, 1024, 2)])
     assert row.flops["forward"] == pytest.approx(counter.get_total_flops(), rel=off)
     assert row.flops["all"] > 3 * row.flops["forward"]
     assert not row.unpriced_operators
-    assert "eager code" not in [
-        each["by"] for each in row.priced_by
-    ]  # fla compiles functions that are not called
+    # fla compiles functions that are not called
+    assert "eager code" not in [each["by"] for each in row.priced_by]
 
 
 def test_kernels_of_liger_are_priced_and_its_loss_keeps_no_logits(tmp_path: Path) -> None:
     pytest.importorskip("liger_kernel")
-    (tmp_path / "step.py").write_text(LIGER)
-    step = measure_step(f"{tmp_path}/step.py:train", world_size=1, cluster="dgx-h100")
+    step = step_of(tmp_path, LIGER)
     row, program = step.measurement, step.classes.traced[0].trace.program
     mlp, head = 2 * 512 * 256 * 1024, 2 * 512 * 256 * 4096
     # the loss computes its gradients in forward
@@ -113,9 +115,7 @@ def test_lengths_that_a_tensor_tells_are_heeded_and_others_said(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("call", "samples", "length"), [(WHOLE, 1, 256), (PACKED, 2, 128)])
-def test_flash_attention_is_priced_and_keeps_no_scores(
-    tmp_path: Path, call: str, samples: int, length: int
-) -> None:
+def test_flash_attn_is_priced_without_scores(tmp_path: Path, call: str, samples: int, length: int) -> None:
     row = traced(tmp_path, "from flash_attn import flash_attn_func, flash_attn_varlen_func", call)
     shape, ranks = (1, 4, length, 64), 2
     flops = ranks * samples * forward_flops(shape, shape, shape, call == WHOLE)
