@@ -59,7 +59,7 @@ def imported(name: str, of: str) -> set[str]:
 def imports(name: str, of: str = "bench") -> Iterator[str]:
     """The modules of a folder that a module of it imports, wherever in it, also for types alone."""
     for each in imported(name, of):
-        *_, dotted = each.rpartition(f"{of}.") if each.startswith(f"{of}.") else ("",)
+        dotted = each.removeprefix(f"{of}.") if each.startswith(f"{of}.") else ""
         while dotted and dotted not in nodes(of):
             dotted = dotted.rpartition(".")[0]
         if dotted and dotted != name:
