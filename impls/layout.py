@@ -165,6 +165,10 @@ class Shard:
         shape[self.dim] *= self.parts
         return shape
 
+    def replicated(self, local: torch.Size) -> tuple[int, int]:
+        """(How many of the part's last elements, in how many of the other parts too, this part included)."""
+        return 0, 1
+
 
 @dataclass(frozen=True)
 class StackShard(Shard):

@@ -44,7 +44,7 @@ from spbench.impls.backends.main_weights import MainWeight, main_weight, write_b
 from spbench.impls.backends.megatron_options import (
     ClippedGradients,
     MegatronOptions,
-    held_share,
+    held_shares,
     norm_traffic,
 )
 from spbench.impls.backends.muon import QUINTIC, Matrix, Muon, is_matrix
@@ -118,7 +118,7 @@ class Megatron(Backend):
             self.mains.sort(key=self._by_muon, reverse=True)  # the order of Muon.gradients
         self.clipping = None
         if largest := self.options.clip_grad:
-            shares = [0.0 if self._counted_before(main) else self._share(main) for main in self.mains]
+            shares = [self._shares(main) for main in self.mains]
             self.clipping = ClippedGradients(self.around.place, largest, shares)
         shard_groups = [bucket.group for buffer in self.buffers for bucket in buffer.buckets[:1]]
         if self.options.update == "muon":
@@ -173,15 +173,13 @@ class Megatron(Backend):
     def _by_muon(self, main: MainWeight) -> bool:
         return bool(main.values.numel()) and is_matrix(self.names[main.parameter], main.parameter)
 
-    def _share(self, main: MainWeight) -> float:
+    def _shares(self, main: MainWeight) -> list[tuple[int, float]]:
         p, place = main.parameter, self.around.place
+        if p is self.around.tied(self.module) and not self.around.stage.first:
+            return [(main.values.numel(), 0.0)]  # the first stage counts the tied embedding
         ranks = place.size(*summed_axes(self.strategy.partial_axes(p)))
         sharing = self.options.sharing(ranks) if self.options.distributed_optimizer else 1
-        return held_share(p, place, sharing)
-
-    def _counted_before(self, main: MainWeight) -> bool:
-        """Whether another stage counts this gradient in the norm: the last stage's tied embedding."""
-        return main.parameter is self.around.tied(self.module) and not self.around.stage.first
+        return held_shares(p, main.elements, place, sharing)
 
     @property
     def gradient_norm(self) -> Tensor | None:

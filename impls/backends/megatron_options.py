@@ -216,15 +216,17 @@ _EPSILON = 1e-6
 class ClippedGradients:
     """Scales gradients so that their norm over all ranks is at most ``largest``.
 
-    A rank holds some elements of some gradients, and other ranks may hold the same elements. So the elements
-    of each tensor count by a share: 1 / the number of ranks of the stage that hold them.
+    A rank holds some elements of some gradients, and other ranks may hold the same elements. So elements
+    count by a share: 1 / the number of ranks of the stage that hold them.
 
     Args:
-        shares: the share of each gradient, in the order of the gradients passed to :meth:`clip`.
+        shares: of each gradient that is passed to :meth:`clip`, in order, the shares of its elements: pairs
+            of a number of elements, one run after the other, and their share.
     """
 
-    def __init__(self, place: Place, largest: float, shares: Sequence[float]):
-        self.largest, self.shares = largest, list(shares)
+    def __init__(self, place: Place, largest: float, shares: Sequence[Sequence[tuple[int, float]]]):
+        self.largest, self.runs = largest, [[run for run, _ in of_one] for of_one in shares]
+        self.shares = [share for of_one in shares for _, share in of_one]
         self.groups: list[dist.ProcessGroup | None] = [
             place.group(*place.stage_axes),
             place.group("pp"),
@@ -239,7 +241,9 @@ class ClippedGradients:
         Args:
             scale: the loss scale by which gradients are still multiplied; None: gradients are not scaled.
         """
-        squares = sum_of_squares(gradients, self.shares)
+        runs = zip(gradients, self.runs, strict=True)
+        alike = [part for gradient, of_one in runs for part in gradient.view(-1).split(of_one)]
+        squares = sum_of_squares(alike, self.shares)
         for group in self.groups:
             all_reduce(squares, group)
         self.norm = squares.sqrt_() if scale is None else squares.sqrt_() / scale
@@ -248,15 +252,20 @@ class ClippedGradients:
         torch._foreach_mul_([*gradients], coefficient)
 
 
-def held_share(p: Tensor, place: Place, sharing: int) -> float:
-    """1 / the number of ranks of a pipeline stage that hold the same elements of a parameter's gradient.
+def held_shares(p: Tensor, elements: slice, place: Place, sharing: int) -> list[tuple[int, float]]:
+    """Runs of elements of a parameter's flattened gradient: (their number, 1 / the number of ranks of a
+    pipeline stage that hold them).
 
     Args:
         sharing: number of ranks that share the part of one rank of the strategy.
     """
-    shard = shard_of(p)
+    start, end, _ = elements.indices(p.numel())
+    shard, replicated, ranks = shard_of(p), 0, 1
+    if shard:
+        replicated, ranks = shard.replicated(p.shape)
     parts = sharing * (shard.parts if shard else 1) * (place.size("ep") if is_expert(p) else 1)
-    return parts / place.size(*place.stage_axes)
+    share, border = parts / place.size(*place.stage_axes), min(max(p.numel() - replicated, start), end)
+    return [(border - start, share), *([(end - border, share / ranks)] if end > border else [])]
 
 
 def norm_traffic(place: Place, element_bytes: int) -> list[Traffic]:

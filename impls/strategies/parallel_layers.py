@@ -110,6 +110,9 @@ class SharedGroupShard(Shard):
         _, rows, *columns = local
         return [self.parts // self.replicas, (rows - self.shared) * self.replicas + self.shared, *columns]
 
+    def replicated(self, local: torch.Size) -> tuple[int, int]:
+        return self.shared * local[2:].numel(), self.replicas
+
 
 class ColumnParallelGroupedQuery(GroupedQueryLinear):
     """x [..., H] -> this rank's queries [..., G/N, Z/G, A], keys and values [..., G/N, A]; all-reduces the

@@ -140,7 +140,7 @@ def test_around_each_other(pool: RankPool, outer: str, inner: str, kv_heads: int
     assert worst(pool, f"{outer}+{inner}", {"tp": 2, "sp": 2}, kv_heads)[0] < 1e-10
 
 
-@pytest.mark.parametrize("backend", mostly_slow(sorted(all_backends()), "fsdp_flat"))
+@pytest.mark.parametrize("backend", mostly_slow(sorted(all_backends()), "megatron"))
 def test_backends_hold_replicas(pool: RankPool, backend: str) -> None:
     case = Case(TensorParallel, grouped(2), "model", backend=backend)
     assert_green(pool, case, 4)
