@@ -38,7 +38,7 @@ def test_they_are_what_the_committed_files_give(monkeypatch: pytest.MonkeyPatch)
     assert f"Times from datasheets only are {float(datasheet['median error'][:-1]):.0f}% off" in questions
     trained, oom = output.content["verdicts"]
     assert (
-        f"Of {oom['runs']} published runs that ran out of memory {oom['no']} are *no*, {oom['tight']} *tight*"
+        f"says *no* for {oom['no']} of these runs, *tight* for {oom['tight']} and *fits* for one."
         in document.TRUST_PAGE.read_text()
     )
     assert (oom["fits"], trained["fits"] >= 0.85 * trained["runs"]) == (1, True)
