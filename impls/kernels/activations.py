@@ -10,13 +10,11 @@
 - :func:`weighted_swiglu`, SwiGLU times a weight a row, as Megatron-LM's weighted_bias_swiglu of experts.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spbench.impls.kernels.operator import keeping_inputs, operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 
 @operator("spbench::silu_times", fake=lambda gate, up: torch.empty_like(gate))
@@ -47,7 +45,7 @@ def _silu_times_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
     return _silu_gradients(gradient, gate, up)
 
 
-_SILU_TIMES = keeping_inputs(_silu_times, _silu_times_backward)
+_SILU_TIMES = differentiable(_silu_times, _silu_times_backward)
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
@@ -60,7 +58,7 @@ def _in_place(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return gate, up
 
 
-_SWIGLU_IN_PLACE = keeping_inputs(_silu_times, _in_place)
+_SWIGLU_IN_PLACE = differentiable(_silu_times, _in_place)
 
 
 def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
@@ -78,7 +76,7 @@ def _squared_relu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     return torch.relu(x).mul_(2).mul_(gradient)
 
 
-_SQUARED_RELU = keeping_inputs(_squared_relu, _squared_relu_backward)
+_SQUARED_RELU = differentiable(_squared_relu, _squared_relu_backward)
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -102,7 +100,7 @@ def _bias_gelu_gradients(gradient: Tensor, x: Tensor, bias: Tensor) -> tuple[Ten
     return d_x, d_x.flatten(0, -2).sum(0)
 
 
-_BIAS_GELU = keeping_inputs(_bias_gelu, _bias_gelu_gradients)
+_BIAS_GELU = differentiable(_bias_gelu, _bias_gelu_gradients)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, *, fused: bool) -> Tensor:
@@ -134,7 +132,7 @@ def _swiglu_gradients(gradient: Tensor, y: Tensor, bias: Tensor | None) -> tuple
     return d_y, None if bias is None else d_y.flatten(0, -3).sum(0)
 
 
-_SWIGLU = keeping_inputs(_swiglu, _swiglu_gradients)
+_SWIGLU = differentiable(_swiglu, _swiglu_gradients)
 
 
 def swiglu(y: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -191,20 +189,11 @@ def _weighted_swiglu_backward(
     return torch.stack(both, -2).to(y.dtype).contiguous(), d_weights
 
 
-class _WeightedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, clamped: bool) -> Tensor:
-        ctx.save_for_backward(y, weights)
-        ctx.clamped = clamped
-        return _weighted_swiglu(y, weights, clamped)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return *_weighted_swiglu_backward(gradient, *ctx.saved_tensors, ctx.clamped), None
+_WEIGHTED_SWIGLU = differentiable(_weighted_swiglu, _weighted_swiglu_backward)
 
 
 def weighted_swiglu(y: Tensor, weights: Tensor, *, clamped: bool = False) -> Tensor:
     """silu(gate) * up * weight [R, F], where y [R, 2, F] holds gate and up, and weights are [R]. ``clamped``
     takes :func:`clamped_product` instead of silu(gate) * up, as NeMo Automodel compiles gpt-oss's experts
     (components/moe/experts.py, quick_geglu_deepep)."""
-    return _WeightedSwiGLU.apply(y, weights, clamped)
+    return _WEIGHTED_SWIGLU(y, weights, clamped)

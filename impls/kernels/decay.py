@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
-from spbench.impls.kernels.operator import keeping_inputs, operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _gate_backward(d_g: Tensor, x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tu
     )
 
 
-_FEATURE_GATE = keeping_inputs(_gate, lambda d_g, *inputs: _gate_backward(d_g.contiguous(), *inputs))
+_FEATURE_GATE = differentiable(_gate, lambda d_g, *inputs: _gate_backward(d_g.contiguous(), *inputs))
 
 
 def feature_gate(x: Tensor, a_log: Tensor, dt_bias: Tensor, way: str = "fused") -> Tensor:

@@ -9,12 +9,11 @@ repeats the same mask.
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 from spbench.impls.place import ALONE, Place
 
 
@@ -24,22 +23,12 @@ def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return (x * mask).mul_(scale)
 
 
-class _MaskedDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return masked_scale(x, mask, scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return masked_scale(gradient, mask, ctx.scale), None, None
+_MASKED_DROPOUT = differentiable(masked_scale, masked_scale, lambda x, mask, scale, y: (mask, scale))
 
 
 def masked_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
     """Returns x after dropout of probability p by a boolean mask (True: kept) in the shape of x."""
-    return _MaskedDropout.apply(x, mask, 1 / (1 - p))
+    return _MASKED_DROPOUT(x, mask, 1 / (1 - p))
 
 
 @operator("spbench::bias_dropout_add", fake=lambda x, bias, residual, mask, scale: torch.empty_like(residual))
@@ -47,20 +36,15 @@ def _bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, mask: Tensor, s
     return (x + bias).mul_(mask).mul_(scale).add_(residual)
 
 
-class _BiasDropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor, residual: Tensor, mask: Tensor, scale: float, keep_input: bool
-    ) -> Tensor:
-        ctx.save_for_backward(mask, x if keep_input else None)
-        ctx.scale = scale
-        return _bias_dropout_add(x, bias, residual, mask, scale)
+def _gradients(gradient: Tensor, mask: Tensor, scale: float, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    d_x = masked_scale(gradient, mask, scale)
+    return d_x, d_x.flatten(0, -2).sum(0), gradient
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        mask, _ = ctx.saved_tensors
-        d_x = masked_scale(gradient, mask, ctx.scale)
-        return d_x, d_x.flatten(0, -2).sum(0), gradient, None, None, None
+
+_BIAS_DROPOUT_ADD = {
+    True: differentiable(_bias_dropout_add, _gradients, lambda x, b, r, mask, scale, y: (mask, scale, x)),
+    False: differentiable(_bias_dropout_add, _gradients, lambda x, b, r, mask, scale, y: (mask, scale)),
+}
 
 
 def bias_dropout_add(
@@ -72,7 +56,7 @@ def bias_dropout_add(
     function in PyTorch 1.7 and 1.8 captured dropout's input as a dead value (pytorch issue 45524): 2 bytes an
     element in addition to the mask's 1.
     """
-    return _BiasDropoutAdd.apply(x, bias, residual, mask, 1 / (1 - p), keep_input)
+    return _BIAS_DROPOUT_ADD[keep_input](x, bias, residual, mask, 1 / (1 - p))
 
 
 class DropoutRandom:

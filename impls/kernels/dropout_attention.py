@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 
 def _mask(scores: Tensor, p: float, seed: int) -> Tensor:
@@ -86,20 +86,10 @@ def _backward_flops(d_o: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int
     return backward_flops(q, k, v, True)
 
 
-class _DropoutFlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> Tensor:
-        o, lse = _forward(q, k, v, p, seed)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.p, ctx.seed = p, seed
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_backward(d_o, *ctx.saved_tensors, ctx.p, ctx.seed), None, None)
+_ATTENTION = differentiable(_forward, _backward, lambda q, k, v, p, seed, o, lse: (q, k, v, o, lse, p, seed))
 
 
 def dropout_flash_attention(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> Tensor:
     """Returns o [B, Z, L, A] (in memory [B, L, Z, A]) of causal softmax attention, scores scaled by A**-0.5,
     with dropout of probability p by the mask that the seed draws; keeps q, k, v, o and a float32 a query."""
-    return _DropoutFlashAttention.apply(q, k, v, p, seed)
+    return _ATTENTION(q, k, v, p, seed)

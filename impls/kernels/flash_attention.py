@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.kept_results import kept
-from spbench.impls.kernels.operator import Operator
+from spbench.impls.kernels.operator import Operator, differentiable
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
@@ -316,25 +316,15 @@ def _backward_flops(
     return backward_flops(q, k, v, rest[-1])
 
 
-class _CausalFlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        o, lse = kept(lambda: flash_attention(q, k, v, q.shape[-1] ** -0.5, True))
-        ctx.save_for_backward(q, k, v, o, lse)
-        result: Tensor = o
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, *others = ctx.saved_tensors
-        gradients: tuple[Tensor, Tensor, Tensor] = flash_attention_backward(
-            d_o, q, *others, q.shape[-1] ** -0.5, True
-        )
-        return gradients
+_CAUSAL_FLASH_ATTENTION = differentiable(
+    lambda q, k, v: kept(lambda: flash_attention(q, k, v, q.shape[-1] ** -0.5, True)),
+    lambda d_o, q, *others: flash_attention_backward(d_o, q, *others, q.shape[-1] ** -0.5, True),
+    lambda *arguments_and_results: arguments_and_results,
+)
 
 
 def causal_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Returns o [B, Z, M, A] of causal softmax attention to all keys, scores scaled by A**-0.5. In memory o
     lies as [B, M, Z, A], so that o as [B, M, H] is a view. The function keeps q, k, v, o and lse."""
-    result: Tensor = _CausalFlashAttention.apply(q, k, v)
+    result: Tensor = _CAUSAL_FLASH_ATTENTION(q, k, v)
     return result

@@ -12,14 +12,12 @@ As fla's kernel does (modules/l2norm.py), its operator keeps y and one number a 
 precisions; the operator that reads y next keeps y anyway.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 
 def plain_gated_norm(
@@ -74,17 +72,11 @@ def _gated_norm_backward(
     return d_x.to(x.dtype).contiguous(), d_z.to(z.dtype).contiguous(), d_weight.to(weight.dtype).contiguous()
 
 
-class _GatedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, z: Tensor, weight: Tensor, eps: float, *how: bool) -> Tensor:
-        y, rstd = _gated_norm(x, z, weight, eps, *how)
-        ctx.save_for_backward(x, z, weight, rstd)
-        ctx.how = how
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gated_norm_backward(d_y.contiguous(), *ctx.saved_tensors, *ctx.how), None, None, None
+_GATED_NORM = differentiable(
+    _gated_norm,
+    lambda d_y, *kept: _gated_norm_backward(d_y.contiguous(), *kept),
+    lambda x, z, weight, eps, gate_first, sigmoid, y, rstd: (x, z, weight, rstd, gate_first, sigmoid),
+)
 
 
 def gated_norm(
@@ -99,7 +91,7 @@ def gated_norm(
 ) -> Tensor:
     """y [..., A] for x and z [..., A]; ``way`` is "fused" or "plain", ``gate_first`` as in the module, and
     ``sigmoid`` whether the gate is sigmoid(z)."""
-    norm = plain_gated_norm if way == "plain" else _GatedNorm.apply
+    norm = plain_gated_norm if way == "plain" else _GATED_NORM
     return norm(x, z, weight, eps, gate_first, sigmoid)
 
 
@@ -127,18 +119,11 @@ def _l2_norm_backward(d_y: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
     return (rstd * (d_y - normal * (d_y * normal).sum(-1, keepdim=True))).to(y.dtype).contiguous()
 
 
-class _L2Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y, rstd = _l2_norm(x)
-        ctx.save_for_backward(y, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> Tensor:
-        return _l2_norm_backward(d_y.contiguous(), *ctx.saved_tensors)
+_L2_NORM = differentiable(
+    _l2_norm, lambda d_y, *kept: _l2_norm_backward(d_y.contiguous(), *kept), lambda x, y, rstd: (y, rstd)
+)
 
 
 def l2_norm(x: Tensor, *, way: str = "fused") -> Tensor:
     """Returns x [..., D] with each vector scaled to length one; ``way`` is "fused" or "plain"."""
-    return plain_l2_norm(x) if way == "plain" else _L2Norm.apply(x)
+    return plain_l2_norm(x) if way == "plain" else _L2_NORM(x)

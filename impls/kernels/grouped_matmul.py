@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 from spbench.impls.kernels.projection import (
     TORCH_PRODUCTS,
     TRANSFORMER_ENGINE,
@@ -258,18 +258,18 @@ def _(
     return d_biases, d_y.new_empty(0) if weights is None else torch.empty_like(weights)
 
 
-class _GroupedBias(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: Sequence[int], weights: Tensor | None, *biases: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, *biases)
-        ctx.rows = rows
-        return _grouped_bias(y, biases, rows, weights)
+def _bias_gradients(
+    d_y: Tensor, rows: Sequence[int], weights: Tensor | None, *biases: Tensor
+) -> tuple[Tensor | None, ...]:
+    d_biases, d_weights = _grouped_bias_backward(d_y, biases, rows, weights)
+    return d_y, None, d_weights, *d_biases
 
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        weights, *biases = ctx.saved_tensors
-        d_biases, d_weights = _grouped_bias_backward(d_y, biases, ctx.rows, weights)
-        return d_y, None, None if weights is None else d_weights, *d_biases
+
+_GROUPED_BIAS = differentiable(
+    lambda y, rows, weights, *biases: _grouped_bias(y, biases, rows, weights),
+    _bias_gradients,
+    lambda y, *others: others[:-1],
+)
 
 
 def add_grouped_bias(
@@ -277,5 +277,5 @@ def add_grouped_bias(
 ) -> Tensor:
     """Returns y [R, F] plus, on the ``rows[i]`` rows of each expert i, the expert's bias [F] times the row's
     weight [R] (None: 1)."""
-    result: Tensor = _GroupedBias.apply(y, tuple(rows), weights, *biases)
+    result: Tensor = _GROUPED_BIAS(y, tuple(rows), weights, *biases)
     return result

@@ -4,12 +4,10 @@ apex and torch's CUDA kernel keep the mean and 1 / deviation of a row in float32
 two in the input's precision, so a trace on fake CPU tensors would count other bytes than a GPU holds.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -54,23 +52,17 @@ def _(
     return d_x, d_weight, d_bias
 
 
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y, mean, rstd = _layer_norm(x, weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        d_x, d_weight, d_bias = _layer_norm_backward(gradient.contiguous(), *ctx.saved_tensors)
-        return (d_x, d_weight, d_bias, None) if d_weight.numel() else (d_x, None, None, None)
+_LAYER_NORM = differentiable(
+    _layer_norm,
+    lambda d_y, *kept: _layer_norm_backward(d_y.contiguous(), *kept),
+    lambda x, weight, bias, eps, y, mean, rstd: (x, mean, rstd, weight, bias),
+)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Returns x [..., H] normalised over the last dim, with a weight [H] and a bias [H] or without both;
     keeps x and two numbers a row."""
-    y: Tensor = _LayerNorm.apply(x, weight, bias, eps)
+    y: Tensor = _LAYER_NORM(x, weight, bias, eps)
     return y
 
 

@@ -80,18 +80,43 @@ def operator(
     return make
 
 
-def keeping_inputs(run: Callable[..., torch.Tensor], gradients: Callable[..., Any]) -> Callable[..., Any]:
-    """The function ``run``, whose arguments are tensors or None, with gradients; autograd keeps only the
-    arguments. ``gradients`` takes the result's gradient and the arguments, and returns theirs."""
+def differentiable(
+    run: Callable[..., Any],
+    gradients: Callable[..., Any],
+    keep: Callable[..., Iterable[Any]] | None = None,
+    results: int = 1,
+) -> Callable[..., Any]:
+    """The function ``run`` with gradients.
 
-    class KeepsInputs(torch.autograd.Function):
+    Args:
+        run: a function that calls operators, and returns a tensor or several.
+        gradients: a function of the results' gradients, and of what is kept. It returns the gradients of the
+            arguments, or of the first ones, if the others have none; that of an argument None is ignored.
+        keep: a function of the arguments, and of all that ``run`` returns. It returns what is kept for
+            backward: tensors, and values of other types. None: the arguments are kept.
+        results: how many of the first tensors that ``run`` returns are results; the others are only kept.
+    """
+
+    class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: torch.Tensor | None) -> torch.Tensor:
-            ctx.save_for_backward(*inputs)
-            return run(*inputs)
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            made = _several(run(*arguments))
+            kept = arguments if keep is None else tuple(keep(*arguments, *made))
+            is_tensor = [isinstance(x, torch.Tensor) for x in kept]
+            ctx.save_for_backward(*(x if saved else None for x, saved in zip(kept, is_tensor, strict=True)))
+            ctx.others = [None if saved else x for x, saved in zip(kept, is_tensor, strict=True)]
+            ctx.given = [x is not None for x in arguments]
+            return made[0] if results == 1 else made[:results]
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-            return gradients(gradient, *ctx.saved_tensors)
+        def backward(ctx: Any, *d_results: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            kept = zip(ctx.saved_tensors, ctx.others, strict=True)
+            made = _several(gradients(*d_results, *(other if x is None else x for x, other in kept)))
+            wanted = [d if given else None for d, given in zip(made, ctx.given, strict=False)]
+            return *wanted, *[None] * (len(ctx.given) - len(wanted))
 
-    return KeepsInputs.apply
+    return Differentiable.apply
+
+
+def _several(tensors: Any) -> tuple[Any, ...]:
+    return (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)

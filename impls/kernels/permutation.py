@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 PERMUTATIONS = ("plain", "deterministic", "fused", "indexed")
 
@@ -146,16 +146,11 @@ class _Permute(torch.autograd.Function):
         )
 
 
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_of: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of)
-        ctx.rows = len(rows)
-        return _unpermute_rows(rows, row_of)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
-        return _unpermute_rows_backward(d_y.contiguous(), *ctx.saved_tensors, ctx.rows), None
+_UNPERMUTE = differentiable(
+    _unpermute_rows,
+    lambda d_y, *kept: _unpermute_rows_backward(d_y.contiguous(), *kept),
+    lambda rows, row_of, y: (row_of, len(rows)),
+)
 
 
 def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +177,7 @@ def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> 
 def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
     """The sum [T, H] of each token's rows [R, H]; ``places`` is the last result of :func:`permute`."""
     if way == "fused":
-        return _Unpermute.apply(rows, places)
+        return _UNPERMUTE(rows, places)
     if way == "deterministic":
         return rows.new_zeros(tokens, rows.shape[1]).index_add_(0, places, rows)
     return rows.new_zeros(tokens, rows.shape[1]).scatter_add(0, places[:, None].expand_as(rows), rows)
@@ -224,18 +219,12 @@ def _sort_rows_backward(d_y: Tensor, d_weights: Tensor, rows: Tensor) -> tuple[T
     return d_x, d_w
 
 
-class _SortRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        y, row_weights, rows = _sort_rows(x, weights, sizes, order)
-        ctx.save_for_backward(rows)
-        return y, row_weights
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor, d_weights: Tensor) -> tuple[Tensor | None, ...]:
-        return *_sort_rows_backward(d_y.contiguous(), d_weights.contiguous(), *ctx.saved_tensors), None, None
+_SORT_ROWS = differentiable(
+    _sort_rows,
+    lambda d_y, d_w, rows: _sort_rows_backward(d_y.contiguous(), d_w.contiguous(), rows),
+    lambda *arguments_and_results: arguments_and_results[-1:],
+    results=2,
+)
 
 
 def reordered(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
@@ -250,7 +239,7 @@ def sort_chunks(
     """Returns x [R, H] and weights [R] (or [R, 0]) with chunks of ``sizes`` rows put in another order."""
     row_weights = x.new_empty(len(x), 0) if weights is None else weights
     if way == "fused":
-        return _SortRows.apply(x, row_weights, tuple(sizes), tuple(order))
+        return _SORT_ROWS(x, row_weights, tuple(sizes), tuple(order))
     return reordered(x, sizes, order), reordered(row_weights, sizes, order)
 
 

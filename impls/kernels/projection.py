@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 from spbench.impls.kernels.packed_weights import packed_of
 
 #: operators that torch runs through its own cuBLAS handles, whose workspaces torch's allocator holds
@@ -65,23 +65,15 @@ def _strided_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.matmul(a, b).mul_(scale).contiguous()
 
 
-class _StridedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.scale = scale
-        return _strided_bmm(a, b, scale)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        a, b = ctx.saved_tensors
-        return _strided_bmm(gradient, b.mT, ctx.scale), _strided_bmm(a.mT, gradient, ctx.scale), None
+_STRIDED_PRODUCT = differentiable(
+    _strided_bmm, lambda d_y, a, b, scale: (_strided_bmm(d_y, b.mT, scale), _strided_bmm(a.mT, d_y, scale))
+)
 
 
 def strided_product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
     """scale times the matmul of a [B, Z, m, k] and b [B, Z, k, n], a contiguous [B, Z, m, n]. a and b may be
     views (of [L, B, H] hidden states, whose batches lie at one stride), which are kept without a copy."""
-    result: Tensor = _StridedProduct.apply(a, b, scale)
+    result: Tensor = _STRIDED_PRODUCT(a, b, scale)
     return result
 
 

@@ -4,12 +4,10 @@ As fused kernels do, the operator keeps its input and one number a row, in float
 Without a weight, the norm is TransNormerLLM's "simple" norm (arXiv 2307.14995).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 EPS = 1e-6
 
@@ -103,37 +101,27 @@ def _(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple
     return d_x, x.new_empty(0) if weight is None else d_weight
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        y, rstd = _rms_norm(x, weight, eps, False)
-        ctx.save_for_backward(x, rstd, weight)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, rstd, weight = ctx.saved_tensors
-        d_x, d_weight = _rms_norm_backward(gradient.contiguous(), x, rstd, weight)
-        return d_x, None if weight is None else d_weight, None
+_RMS_NORM = differentiable(
+    lambda x, weight, eps: _rms_norm(x, weight, eps, False),
+    lambda d_y, *kept: _rms_norm_backward(d_y.contiguous(), *kept),
+    lambda x, weight, eps, y, rstd: (x, rstd, weight),
+)
 
 
-class _UpcastRMSNorm(torch.autograd.Function):
-    """The way "upcast" of :func:`rms_norm`; keeps only x, and backward makes the copy and result again."""
+def _upcast_gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    precise = x.to(_precise(x.dtype))
+    again, rstd = _rms_norm(precise, weight, eps, True)
+    d_x, d_weight = _rms_norm_backward(gradient.contiguous(), precise, rstd, weight)
+    del again
+    return d_x.to(x.dtype), d_weight
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return _rms_norm(x.to(_precise(x.dtype)), weight, eps, True)[0]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        precise = x.to(_precise(x.dtype))
-        again, rstd = _rms_norm(precise, weight, ctx.eps, True)
-        d_x, d_weight = _rms_norm_backward(gradient.contiguous(), precise, rstd, weight)
-        del again
-        return d_x.to(x.dtype), None if weight is None else d_weight, None
+#: the way "upcast" of :func:`rms_norm`; keeps only x, and backward makes the copy and result again
+_UPCAST_RMS_NORM = differentiable(
+    lambda x, weight, eps: _rms_norm(x.to(_precise(x.dtype)), weight, eps, True)[0], _upcast_gradients
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS, *, way: str = "fused") -> Tensor:
@@ -141,7 +129,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS, *, way: 
     "plain", "rounded" (:func:`rounded_rms_norm`) or "upcast": on a copy of x in full precision, made again in
     backward, as InternEvo calls apex's MixedFusedRMSNorm, whose result has the weight's dtype."""
     if way in ("fused", "upcast"):
-        return (_RMSNorm if way == "fused" else _UpcastRMSNorm).apply(x, weight, eps)
+        return (_RMS_NORM if way == "fused" else _UPCAST_RMS_NORM)(x, weight, eps)
     return (plain_rms_norm if way == "plain" else rounded_rms_norm)(x, weight, eps)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -34,35 +34,29 @@ def rotated_by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-@operator("spbench::rotary", fake=lambda x, angles, inverse: x.new_empty(x.shape))
-def _rotary(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
-    half = angles[..., : angles.shape[-1] // 2]
-    cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
-    return rotated(x, cos, -sin if inverse else sin).contiguous()
-
-
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
-        ctx.save_for_backward(angles)
-        return _rotary(x, angles, False)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _rotary(gradient, ctx.saved_tensors[0], True), None
-
-
-def fused_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    """x [..., L, A], turned and contiguous. The angles [L, A], in at least float32 as in libraries, have two
-    equal halves."""
-    return _Rotary.apply(x, angles)
-
-
 def _turned(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
     """x [..., L, R] turned by angles [L, R], or back if ``inverse``."""
     half = angles[..., : angles.shape[-1] // 2]
     cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
     return rotated(x, cos, -sin if inverse else sin)
+
+
+@operator("spbench::rotary", fake=lambda x, angles, inverse: x.new_empty(x.shape))
+def _rotary(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
+    return _turned(x, angles, inverse).contiguous()
+
+
+_ROTARY = differentiable(
+    lambda x, angles: _rotary(x, angles, False),
+    lambda d_y, angles: _rotary(d_y, angles, True),
+    lambda x, angles, y: (angles,),
+)
+
+
+def fused_rotary(x: Tensor, angles: Tensor) -> Tensor:
+    """x [..., L, A], turned and contiguous. The angles [L, A], in at least float32 as in libraries, have two
+    equal halves."""
+    return _ROTARY(x, angles)
 
 
 @operator("spbench::rotary_", mutates_args={"x"})
@@ -123,18 +117,12 @@ def _(d_k: Tensor, d_v: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     return d_k.new_empty(batch, length, features), d_k.new_empty(batch, length, shared)
 
 
-class _KeysValues(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, kv: Tensor, shared: Tensor, angles: Tensor, heads: int, size: int
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(angles)
-        return _keys_values(kv, shared, angles, heads, size)
-
-    @staticmethod
-    def backward(ctx: Any, d_k: Tensor, d_v: Tensor) -> tuple[Tensor | None, ...]:
-        (angles,) = ctx.saved_tensors
-        return *_keys_values_backward(d_k.contiguous(), d_v.contiguous(), angles), None, None, None
+_KEYS_VALUES = differentiable(
+    _keys_values,
+    lambda d_k, d_v, angles: _keys_values_backward(d_k.contiguous(), d_v.contiguous(), angles),
+    lambda kv, shared, angles, heads, size, k, v: (angles,),
+    results=2,
+)
 
 
 def keys_and_values(
@@ -142,5 +130,5 @@ def keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """Keys [B, L, Z, N + R] and values [B, L, Z, A] from their projection [B, L, Z (N + A)] and the
     ``shared`` features [B, L, R] of all heads' keys, turned by angles [L, R]; ``size`` is N."""
-    k, v = _KeysValues.apply(kv, shared, angles, heads, size)
+    k, v = _KEYS_VALUES(kv, shared, angles, heads, size)
     return k, v

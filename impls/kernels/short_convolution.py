@@ -12,13 +12,12 @@ again.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 
 def plain_short_convolution(
@@ -90,18 +89,9 @@ def _convolved_backward(
     return d_x[:, width - 1 :].contiguous(), d_weight, d_bias, d_before
 
 
-class _ShortConvolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, starts: list[int], *inputs: Any) -> Tensor:
-        ctx.save_for_backward(*inputs)
-        ctx.starts = starts
-        return _convolved(*inputs, starts)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        gradients = _convolved_backward(d_y.contiguous(), *inputs, ctx.starts)
-        return None, *(None if x is None else d_x for x, d_x in zip(inputs, gradients, strict=True))
+_SHORT_CONVOLUTION = differentiable(
+    _convolved, lambda d_y, *arguments: _convolved_backward(d_y.contiguous(), *arguments)
+)
 
 
 def short_convolution(
@@ -112,4 +102,4 @@ def short_convolution(
     starts: Sequence[int] = (),
 ) -> Tensor:
     """y [B, L, C] for x [B, L, C]; keeps only its arguments."""
-    return _ShortConvolution.apply([*starts], x, weight, bias, before)
+    return _SHORT_CONVOLUTION(x, weight, bias, before, [*starts])

@@ -10,13 +10,12 @@ without a sink. Kernels with sinks (TransformerEngine's softmax_offset) spare th
 [B, Z, M, A], lse [B, Z, M], sinks [Z].
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from spbench.impls.kernels.flash_attention import operator
 from spbench.impls.kernels.kept_results import kept
+from spbench.impls.kernels.operator import differentiable
 from spbench.impls.kernels.ranged_attention import (
     Seen,
     attention_to_block,
@@ -51,28 +50,27 @@ sinks_gradient = operator(
 )
 
 
-class _AttentionWithSinks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Seen) -> Tensor:
-        def attended() -> tuple[Tensor, Tensor]:
-            o, lse = attention_to_block(q, k, v, q.shape[-1] ** -0.5, seen)
-            return o, join_sinks(o, lse, sinks)
+def _attended(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    o, lse = attention_to_block(q, k, v, q.shape[-1] ** -0.5, seen)
+    return o, join_sinks(o, lse, sinks)
 
-        o, lse = kept(attended)
-        ctx.save_for_backward(q, k, v, o, lse, sinks)
-        ctx.seen = seen
-        return o
 
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, o, lse, sinks = ctx.saved_tensors
-        d_sinks = sinks_gradient(d_o, o, lse, sinks)
-        block = d_o, q, k, v, o, lse, q.shape[-1] ** -0.5, ctx.seen
-        return *attention_to_block_backward(*block), d_sinks, None
+def _gradients(
+    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Seen, o: Tensor, lse: Tensor
+) -> tuple[Tensor, ...]:
+    d_sinks = sinks_gradient(d_o, o, lse, sinks)
+    return *attention_to_block_backward(d_o, q, k, v, o, lse, q.shape[-1] ** -0.5, seen), d_sinks
+
+
+_ATTENTION_WITH_SINKS = differentiable(
+    lambda *arguments: kept(lambda: _attended(*arguments)),
+    _gradients,
+    lambda *arguments_and_results: arguments_and_results,
+)
 
 
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Seen) -> Tensor:
     """Returns o [B, Z, M, A] of softmax attention with one sink a head, scores scaled by A**-0.5, where
     queries see the keys that ``seen`` says; keeps q, k, v, o and lse."""
-    result: Tensor = _AttentionWithSinks.apply(q, k, v, sinks, seen)
+    result: Tensor = _ATTENTION_WITH_SINKS(q, k, v, sinks, seen)
     return result

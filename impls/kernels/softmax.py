@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 #: the value of a masked score; Megatron-LM's and BERT's value, finite so that a row with no key stays finite
 MASKED_SCORE = -10000.0
@@ -68,36 +68,24 @@ def _(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
     return kernels.masked_softmax_backward_(gradient, probabilities, scale)
 
 
-class _MaskedSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-        probabilities = _masked_softmax(scores, mask, scale, causal)
-        ctx.save_for_backward(probabilities)
-        ctx.scale = scale
-        return probabilities
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        # only this function refers to the gradient that arrives (a matmul or a dropout made it),
-        # so the result overwrites it, as the CUDA kernel does
-        gradient = gradient.contiguous()
-        _masked_softmax_backward_(gradient, ctx.saved_tensors[0], ctx.scale)
-        return gradient, None, None, None
+def _softmax_gradient(gradient: Tensor, probabilities: Tensor, scale: float) -> Tensor:
+    # only autograd's function refers to the gradient that arrives (a matmul or a dropout made it),
+    # so the result overwrites it, as the CUDA kernel does
+    gradient = gradient.contiguous()
+    _masked_softmax_backward_(gradient, probabilities, scale)
+    return gradient
 
 
-class _SoftmaxKeepingInput(torch.autograd.Function):
-    """torch.softmax over the last dim, which keeps its input next to its result, as PyTorch 1.8 did."""
+_MASKED_SOFTMAX = differentiable(
+    _masked_softmax, _softmax_gradient, lambda scores, mask, scale, causal, y: (y, scale)
+)
 
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor) -> Tensor:
-        probabilities = torch.softmax(scores, -1)
-        ctx.save_for_backward(scores, probabilities)
-        return probabilities
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _, probabilities = ctx.saved_tensors
-        return torch._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype)
+#: torch.softmax over the last dim, which keeps its input next to its result, as PyTorch 1.8 did
+_SOFTMAX_KEEPING_INPUT = differentiable(
+    lambda scores: torch.softmax(scores, -1),
+    lambda d_y, _, y: torch._softmax_backward_data(d_y, y, -1, y.dtype),
+    lambda scores, y: (scores, y),
+)
 
 
 def megatron_fuses(batch_heads: int, queries: int, keys: int) -> bool:
@@ -120,14 +108,14 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, way: str) 
     """
     batch, heads, queries, keys = scores.shape
     if way == "fused" or (way == "megatron" and megatron_fuses(batch * heads, queries, keys)):
-        return _MaskedSoftmax.apply(scores, mask, scale, False)
+        return _MASKED_SOFTMAX(scores, mask, scale, False)
     working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
     if way == "plain":
         return _plain(working, mask, scale).to(scores.dtype)
     working = working * scale
     if mask is not None:
         working = working.masked_fill_(mask, MASKED_SCORE)
-    return _SoftmaxKeepingInput.apply(working).to(scores.dtype)
+    return _SOFTMAX_KEEPING_INPUT(working).to(scores.dtype)
 
 
 class _SoftmaxInFloat32(torch.autograd.Function):
@@ -168,7 +156,7 @@ def softmax_of_scores(scores: Tensor, mask: Tensor | None, way: str) -> Tensor:
     - "plain": torch's own operators, which keep more tensors.
     """
     if way == "fused":
-        result: Tensor = _MaskedSoftmax.apply(scores, mask, 1.0, mask is None)
+        result: Tensor = _MASKED_SOFTMAX(scores, mask, 1.0, mask is None)
         return result
     if way == "in_float32":
         return _SoftmaxInFloat32.apply(scores, mask)
