@@ -41,7 +41,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool | Tensor) -> Tensor
     return scores
 
 
-def is_half(q: Tensor) -> bool:
+def is_half(q: Tensor, *_: Any) -> bool:
     """Whether q has a half precision; FlashAttention's CUDA kernels take no other."""
     return q.dtype in (torch.float16, torch.bfloat16)
 
@@ -71,7 +71,7 @@ _LEAST_HALVED, _LEAST_HALVED_IN_HALF = 192, 384
 ALL = slice(None)
 
 
-def _cpu_flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _cpu_flash_takes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> bool:
     """Whether torch's CPU operators can compute this block: q and v have one head size, and neither queries
     nor keys are empty (an empty block divides by zero there and kills the process)."""
     return q.shape[3] == v.shape[3] and q.numel() > 0 and k.numel() > 0
@@ -105,8 +105,6 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    if not _cpu_flash_takes(q, k, v):
-        return forward_by_scores(q, k, v, scale, causal)
     q, k, v = _with_adjacent_features(q, k, v)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     blocks = [
@@ -119,12 +117,6 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 #: the numbers of keys that a query sees before and after its own place, where the place of the last query is
 #: the last key; -1: all keys
 Window = tuple[int, int]
-
-
-def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    if not is_half(q):
-        return forward_by_scores(q, k, v, scale, causal)
-    return forward_by_kernel(q, k, v, scale, causal)
 
 
 def forward_by_kernel(
@@ -191,8 +183,6 @@ def backward_by_scores(
 def _backward_on_cpu(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not _cpu_flash_takes(q, k, v):
-        return backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
     d_o, q, k, v, o = _with_adjacent_features(d_o, q, k, v, o)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     calls, gradients = _cpu_calls(q, causal), []
@@ -205,14 +195,6 @@ def _backward_on_cpu(
         d_k[:, :, theirs].add_(d_keys)
         d_v[:, :, theirs].add_(d_values)
     return _joined([d_q for d_q, _, _ in gradients]), d_k, d_v
-
-
-def _backward_on_cuda(
-    d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not is_half(q):
-        return backward_by_scores(d_o, q, k, v, o, lse, scale, causal)
-    return backward_by_kernel(d_o, q, k, v, o, lse, scale, causal)
 
 
 def backward_by_kernel(
@@ -255,11 +237,12 @@ def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
 
 
 def operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
-    """Define an operator with this schema, kernels by device and a fake; returns its overload."""
+    """Define an operator with this schema, a fake, and by device (kernel, the arguments that it takes);
+    returns the operator's overload."""
     name, arguments, results = schema.partition("(")
     made = Operator(name, any_device, arguments + results)
-    for device, kernel in devices.items():
-        made.register_kernel(device)(kernel)
+    for device, (kernel, takes) in devices.items():
+        made.register_kernel(device, takes)(kernel)
     made.register_fake(fake)
     return made.overload
 
@@ -269,8 +252,8 @@ flash_attention = operator(
     "flash_attention(Tensor q, Tensor k, Tensor v, float scale, bool causal) -> (Tensor, Tensor)",
     forward_by_scores,
     fake_forward,
-    CPU=_forward_on_cpu,
-    CUDA=_forward_on_cuda,
+    CPU=(_forward_on_cpu, _cpu_flash_takes),
+    CUDA=(forward_by_kernel, is_half),
 )
 #: (d_o, q, k, v, o, lse, scale, causal) -> the parts of the gradients of q, k and v from this block of keys,
 #: in the dtype of q, k and v; o and lse are results of the queries' attention to all keys, in all blocks
@@ -279,8 +262,8 @@ flash_attention_backward = operator(
     " bool causal) -> (Tensor, Tensor, Tensor)",
     backward_by_scores,
     fake_backward,
-    CPU=_backward_on_cpu,
-    CUDA=_backward_on_cuda,
+    CPU=(_backward_on_cpu, lambda d_o, *others: _cpu_flash_takes(*others)),
+    CUDA=(backward_by_kernel, lambda d_o, *others: is_half(*others)),
 )
 
 

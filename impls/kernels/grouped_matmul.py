@@ -120,37 +120,29 @@ def _ends(rows: Sequence[int], x: Tensor) -> Tensor:
     return torch.tensor(list(accumulate(rows)), dtype=torch.int32, device=x.device)
 
 
-def _stacked_weight_gradients(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
-    gradients = x.new_empty(len(rows), d_y.shape[1], x.shape[1])
-    for out, d, part in zip(gradients, d_y.split(list(rows)), x.split(list(rows)), strict=True):
-        torch.mm(d.mT, part, out=out)
-    return gradients
-
-
 @operator("spbench::stacked_mm", fake=lambda x, weights, rows: x.new_empty(x.shape[0], weights.shape[-1]))
 def _stacked_mm(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
     return _multiply(x, weights, rows)
 
 
-@_stacked_mm.register_kernel("cuda")
+@_stacked_mm.register_kernel("cuda", lambda x, weights, rows: _by_torch(x, weights.shape[-1]))
 def _(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
-    if _by_torch(x, weights.shape[-1]):
-        return torch._grouped_mm(x, weights, offs=_ends(rows, x))
-    return _multiply(x, weights, rows)
+    return torch._grouped_mm(x, weights, offs=_ends(rows, x))
 
 
 @operator(
     "spbench::stacked_mm_weights", fake=lambda d_y, x, rows: x.new_empty(len(rows), d_y.shape[1], x.shape[1])
 )
 def _stacked_mm_weights(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
-    return _stacked_weight_gradients(d_y, x, rows)
+    gradients = x.new_empty(len(rows), d_y.shape[1], x.shape[1])
+    for out, d, part in zip(gradients, d_y.split(list(rows)), x.split(list(rows)), strict=True):
+        torch.mm(d.mT, part, out=out)
+    return gradients
 
 
-@_stacked_mm_weights.register_kernel("cuda")
+@_stacked_mm_weights.register_kernel("cuda", lambda d_y, x, rows: _by_torch(x, d_y.shape[1]))
 def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
-    if _by_torch(x, d_y.shape[1]):
-        return torch._grouped_mm(d_y.mT, x, offs=_ends(rows, x))
-    return _stacked_weight_gradients(d_y, x, rows)
+    return torch._grouped_mm(d_y.mT, x, offs=_ends(rows, x))
 
 
 @operator("spbench::stacked_accumulate_mm_", mutates_args={"into"})

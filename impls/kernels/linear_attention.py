@@ -145,13 +145,14 @@ def _operator(plain: Callable[..., Any], in_triton: str) -> Operator:
     """The operator spbench::linear_attention_<in_triton>: Triton on GPUs that have it, else plain torch."""
     made = operator(f"spbench::linear_attention_{in_triton}")(plain)
 
-    def on_gpu(*arguments: Any) -> Any:
-        if find_spec("triton") is None or arguments[0].dtype is torch.float64:
-            return plain(*arguments)
+    def takes(x: Tensor, *_: Any) -> bool:
+        return find_spec("triton") is not None and x.dtype is not torch.float64
+
+    @made.register_kernel("cuda", takes)
+    def _(*arguments: Any) -> Any:
         # imported only now, because Triton is not on every machine
         return getattr(import_module("spbench.impls.kernels.linear_attention_triton"), in_triton)(*arguments)
 
-    made.register_kernel("cuda")(on_gpu)
     return made
 
 
@@ -179,33 +180,36 @@ def room_for_input_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def scores_of_blocks(length: int, block: int) -> int:
-    """The number of scores in tiles on and below the diagonals of blocks, of one sequence and head."""
-    whole, rest = divmod(length, block)
+def scores_of_blocks(length: int, block: int, documents: Sequence[int] = (), *_: bool) -> int:
+    """The number of scores in tiles on and below the diagonals of blocks, of one sequence and head; blocks
+    begin anew in each of the ``documents``, if their lengths are given."""
 
     def in_block(n: int) -> int:
         return sum(min(TILE, n - i) * min(i + TILE, n) for i in range(0, n, TILE))
 
-    return whole * in_block(block) + in_block(rest)
+    return sum(n // block * in_block(block) + in_block(n % block) for n in documents or [length])
 
 
 @register_flop_formula([OPS.linear_attention_states, OPS.linear_attention_state_gradients])
-def _boundary_flops(x: Sequence[int], y: Sequence[int], *_: Any, **__: Any) -> int:
+def boundary_flops(x: Sequence[int], y: Sequence[int], *_: Any, **__: Any) -> int:
+    """FLOPs of the sums at boundaries, for the shapes x [B, Z, L, D] and y [B, Z, L, A]."""
     batch, heads, length, width = x
     return 2 * batch * heads * length * width * y[-1]
 
 
 @register_flop_formula(OPS.linear_attention_output)
-def _output_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
+def output_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
+    """FLOPs of the output, for the shapes q, k [B, Z, L, D] and v [B, Z, L, A]."""
     (batch, heads, length, d), a = q, v[-1]
-    return 2 * batch * heads * (scores_of_blocks(length, rest[-1]) * (d + a) + length * d * a)
+    return 2 * batch * heads * (scores_of_blocks(length, *rest[3:]) * (d + a) + length * d * a)
 
 
 @register_flop_formula(OPS.linear_attention_input_gradients)
-def _input_gradient_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
+def input_gradient_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
+    """FLOPs of the gradients of q, k and v, for the shapes of :func:`output_flops`."""
     # q k^T and d_scores; d_q, d_k and d_v inside the block; each of the three through a state
     (batch, heads, length, d), a = q, v[-1]
-    return 2 * batch * heads * (scores_of_blocks(length, rest[-1]) * (3 * d + 2 * a) + 3 * length * d * a)
+    return 2 * batch * heads * (scores_of_blocks(length, *rest[6:]) * (3 * d + 2 * a) + 3 * length * d * a)
 
 
 def final_state(states: Tensor, initial: Tensor | None, decay: Tensor | None, length: int) -> Tensor:

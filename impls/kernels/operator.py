@@ -25,6 +25,7 @@ class Operator:
         _DEVICES[name] = set()
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        self.kernel = kernel
         self.overload = cast(Any, getattr(torch.ops.spbench, name).default)
         update_wrapper(self, kernel)
         if schema.endswith("-> ()"):
@@ -33,11 +34,15 @@ class Operator:
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self.overload(*arguments, **named)
 
-    def register_kernel(self, device: str) -> Callable[[F], F]:
-        """A decorator that registers a function as the operator's kernel on one device."""
+    def register_kernel(self, device: str, takes: Callable[..., bool] | None = None) -> Callable[[F], F]:
+        """A decorator that registers a function as the operator's kernel on one device, where ``takes`` of
+        the arguments is true; elsewhere the kernel for all devices runs. None: for all arguments."""
 
         def register(kernel: F) -> F:
-            _LIBRARY.impl(self.name, kernel, device.upper())
+            def chosen(*arguments: Any) -> Any:
+                return (kernel if takes is None or takes(*arguments) else self.kernel)(*arguments)
+
+            _LIBRARY.impl(self.name, kernel if takes is None else chosen, device.upper())
             _DEVICES[self.name].add(device)
             return kernel
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from spbench.impls.attended import Attended, Interval
 from spbench.impls.kernels import linear_attention as each
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 OPS = torch.ops.spbench
 
@@ -106,43 +105,29 @@ def _operator(of_documents: Callable[..., Any], name: str) -> Any:
     return operator(f"spbench::packed_linear_attention_{name}", schema=schema)(run)
 
 
-packed_states = _operator(_at_boundaries, "states")
-packed_output = _operator(_output, "output")
-packed_state_gradients = _operator(_at_boundaries, "state_gradients")
-packed_input_gradients = _operator(_input_gradients, "input_gradients")
+#: the operators by the names of the steps
+_OF_DOCUMENTS = {
+    "states": _operator(_at_boundaries, "states"),
+    "output": _operator(_output, "output"),
+    "state_gradients": _operator(_at_boundaries, "state_gradients"),
+    "input_gradients": _operator(_input_gradients, "input_gradients"),
+}
 
 
-@packed_states.register_fake
-@packed_state_gradients.register_fake
+@_OF_DOCUMENTS["states"].register_fake
+@_OF_DOCUMENTS["state_gradients"].register_fake
 def _(x: Tensor, y: Tensor, decay: Tensor | None, block: int, lengths: Sequence[int], plain: bool) -> Tensor:
     shape = *x.shape[:2], sum(_boundaries(lengths, block)), x.shape[3], y.shape[3]
     return x.new_empty(shape, dtype=state_dtype(x.dtype))
 
 
-packed_output.register_fake(each.room_for_output)
-packed_input_gradients.register_fake(each.room_for_input_gradients)
+_OF_DOCUMENTS["output"].register_fake(each.room_for_output)
+_OF_DOCUMENTS["input_gradients"].register_fake(each.room_for_input_gradients)
 
-
-def _scores(lengths: Sequence[int], block: int) -> int:
-    return sum(each.scores_of_blocks(n, block) for n in lengths)
-
-
-@register_flop_formula([OPS.packed_linear_attention_states, OPS.packed_linear_attention_state_gradients])
-def _boundary_flops(x: Sequence[int], y: Sequence[int], *_: Any, **__: Any) -> int:
-    batch, heads, length, width = x
-    return 2 * batch * heads * length * width * y[-1]
-
-
-@register_flop_formula(OPS.packed_linear_attention_output)
-def _output_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
-    (batch, heads, length, d), a, (block, lengths, _) = q, v[-1], rest[-3:]
-    return 2 * batch * heads * (_scores(lengths, block) * (d + a) + length * d * a)
-
-
-@register_flop_formula(OPS.packed_linear_attention_input_gradients)
-def _input_gradient_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *rest: Any, **_: Any) -> int:
-    (batch, heads, length, d), a, (block, lengths, _) = q, v[-1], rest[-3:]
-    return 2 * batch * heads * (_scores(lengths, block) * (3 * d + 2 * a) + 3 * length * d * a)
+_AT_BOUNDARIES = [OPS.packed_linear_attention_states, OPS.packed_linear_attention_state_gradients]
+register_flop_formula(_AT_BOUNDARIES)(each.boundary_flops)
+register_flop_formula(OPS.packed_linear_attention_output)(each.output_flops)
+register_flop_formula(OPS.packed_linear_attention_input_gradients)(each.input_gradient_flops)
 
 
 class LinearAttentionSteps:
@@ -150,26 +135,16 @@ class LinearAttentionSteps:
     document or, where ``chunk`` is given, with several."""
 
     def __init__(self, fused: bool = True, chunk: Chunk | None = None):
-        k = each
-        self.chunk, packed = chunk, partial(self._packed, not fused)
-        self.states = packed(packed_states, k.linear_attention_states if fused else k.plain_states)
-        self.output = packed(packed_output, k.linear_attention_output if fused else k.plain_output)
-        self.state_gradients = packed(
-            packed_state_gradients, k.linear_attention_state_gradients if fused else k.plain_state_gradients
-        )
-        self.input_gradients = packed(
-            packed_input_gradients, k.linear_attention_input_gradients if fused else k.plain_input_gradients
-        )
+        self.chunk = chunk
+        steps = (self._step(name, fused) for name in _OF_DOCUMENTS)
+        self.states, self.output, self.state_gradients, self.input_gradients = steps
 
-    def _packed(self, plain: bool, of_documents: Any, of_one: Any) -> Callable[..., Any]:
+    def _step(self, name: str, fused: bool) -> Callable[..., Any]:
         if self.chunk is None:
-            return of_one
+            step: Callable[..., Any] = getattr(each, f"{'linear_attention' if fused else 'plain'}_{name}")
+            return step
         lengths = [*self.chunk.lengths]
-
-        def run(*arguments: Any) -> Any:
-            return of_documents(*arguments, lengths, plain)
-
-        return run
+        return lambda *arguments: _OF_DOCUMENTS[name](*arguments, lengths, not fused)
 
     def before(self, initial: Tensor | None) -> Tensor | None:
         """The state before the chunk, if its first document began before the chunk, else None."""
@@ -196,26 +171,26 @@ class LinearAttentionSteps:
         return each.initial_gradient(d_states, d_final, decay, length)
 
 
-class _PackedLinearAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lengths: tuple[int, ...], block: int
-    ) -> Tensor:
-        run = LinearAttentionSteps(chunk=Chunk(lengths))
-        queries, keys, values = each.contiguous(q, k, v)
-        states = run.states(keys, values, decay, block)
-        ctx.save_for_backward(q, k, v, decay, states)
-        ctx.run, ctx.block = run, block
-        result: Tensor = run.output(queries, keys, values, decay, states, None, block)
-        return result
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, lengths: tuple[int, ...], block: int
+) -> tuple[Tensor, Tensor]:
+    run, (queries, keys, values) = LinearAttentionSteps(chunk=Chunk(lengths)), each.contiguous(q, k, v)
+    states = run.states(keys, values, decay, block)
+    return run.output(queries, keys, values, decay, states, None, block), states
 
-    @staticmethod
-    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, decay, states = ctx.saved_tensors
-        q, k, v, d_o = each.contiguous(q, k, v, d_o)
-        d_states = ctx.run.state_gradients(q, d_o, decay, ctx.block)
-        gradients = ctx.run.input_gradients(q, k, v, d_o, decay, states, None, d_states, None, ctx.block)
-        return *gradients, None, None, None
+
+def _gradients(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+    decay, lengths, block, states = kept
+    run, (q, k, v, d_o) = LinearAttentionSteps(chunk=Chunk(lengths)), each.contiguous(q, k, v, d_o)
+    d_states = run.state_gradients(q, d_o, decay, block)
+    gradients: tuple[Tensor, ...] = run.input_gradients(
+        q, k, v, d_o, decay, states, None, d_states, None, block
+    )
+    return gradients
+
+
+#: keeps its arguments and the states, but not the output
+_PACKED = differentiable(_forward, _gradients, lambda *given: (*given[:6], given[-1]))
 
 
 def packed_linear_attention(
@@ -228,4 +203,4 @@ def packed_linear_attention(
     block: int = each.BLOCK,
 ) -> Tensor:
     """Returns o [B, Z, L, A] of a whole sequence that is packed with documents of these lengths."""
-    return _PackedLinearAttention.apply(q, k, v, decay, lengths, block)
+    return _PACKED(q, k, v, decay, lengths, block)

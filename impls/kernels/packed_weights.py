@@ -67,28 +67,6 @@ def _scales(scales: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
 )
 def unpack_weight(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Returns the weight [..., H] from its packed elements [..., H bits / 16]."""
-    return _unpacked(packed, scales, bits)
-
-
-@unpack_weight.register_kernel("cuda")
-def _(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
-    if packed.element_size() != 2 or find_spec("triton") is None:
-        return _unpacked(packed, scales, bits)
-    wide = scales.view(torch.float32) if bits == 8 else None
-    if wide is None:
-        wide, scales = _scales(scales, math.ceil(packed.numel() * (HOLDER // bits) / BLOCK))
-    kernels = import_module("spbench.impls.kernels.packed_weights_triton")
-    levels = _levels(packed.device)
-    result: Tensor = kernels.unpacked(packed, levels, wide, scales, bits, BLOCK, BLOCK_OF_SCALES)
-    return result
-
-
-@cache
-def _levels(device: torch.device) -> Tensor:
-    return torch.tensor(NF4, dtype=torch.float32, device=device)
-
-
-def _unpacked(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     size = packed.element_size()
     words = packed.contiguous().view(_INTEGERS[size]).long() >> (8 * size - HOLDER)
     codes = torch.stack([words >> at & (2**bits - 1) for at in range(0, HOLDER, bits)], -1).flatten(-2)
@@ -101,6 +79,26 @@ def _unpacked(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     each = (narrow / 255 * wide).repeat_interleave(BLOCK)[: codes.numel()]
     values = torch.tensor(NF4, dtype=torch.float64, device=packed.device)[codes]
     return (values * each.view(codes.shape)).to(packed.dtype)
+
+
+def _has_kernel(packed: Tensor, scales: Tensor, bits: int) -> bool:
+    return packed.element_size() == 2 and find_spec("triton") is not None
+
+
+@unpack_weight.register_kernel("cuda", _has_kernel)
+def _(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
+    wide = scales.view(torch.float32) if bits == 8 else None
+    if wide is None:
+        wide, scales = _scales(scales, math.ceil(packed.numel() * (HOLDER // bits) / BLOCK))
+    kernels = import_module("spbench.impls.kernels.packed_weights_triton")
+    levels = _levels(packed.device)
+    result: Tensor = kernels.unpacked(packed, levels, wide, scales, bits, BLOCK, BLOCK_OF_SCALES)
+    return result
+
+
+@cache
+def _levels(device: torch.device) -> Tensor:
+    return torch.tensor(NF4, dtype=torch.float32, device=device)
 
 
 def initial_scales(shape: torch.Size, bits: int) -> Tensor:

@@ -4,6 +4,8 @@ As fused kernels do, the operator keeps its input and one number a row, in float
 Without a weight, the norm is TransNormerLLM's "simple" norm (arXiv 2307.14995).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,17 +32,13 @@ def rounded_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) 
     return y if weight is None else weight * y
 
 
-def _normalized(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+@operator("spbench::rms_norm")
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
     precise = x.to(_precise(x.dtype))
     rstd = (precise.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = precise * rstd
-    return (y if weight is None else y * weight).to(x.dtype).contiguous(), rstd.contiguous()
-
-
-@operator("spbench::rms_norm")
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
-    y, rstd = _normalized(x, weight, eps)
-    return y.to(_result(x, weight, as_weight)), rstd
+    y = (y if weight is None else y * weight).to(x.dtype).contiguous()
+    return y.to(_result(x, weight, as_weight)), rstd.contiguous()
 
 
 def _result(x: Tensor, weight: Tensor | None, as_weight: bool) -> torch.dtype:
@@ -48,16 +46,13 @@ def _result(x: Tensor, weight: Tensor | None, as_weight: bool) -> torch.dtype:
     return weight.dtype if as_weight and weight is not None else x.dtype
 
 
-def _by_torch(x: Tensor, weight: Tensor | None) -> bool:
+def _by_torch(x: Tensor, weight: Tensor | None, *_: Any) -> bool:
     """Whether torch's fused kernel for GPUs, which has no intermediates, takes these dtypes and shapes."""
     return x.dtype != torch.float64 and (weight is None or (weight.dtype == x.dtype and weight.ndim == 1))
 
 
-@_rms_norm.register_kernel("cuda")
+@_rms_norm.register_kernel("cuda", _by_torch)
 def _(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
-    if not _by_torch(x, weight):
-        y, rstd = _normalized(x, weight, eps)
-        return y.to(_result(x, weight, as_weight)), rstd
     y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
     return y.contiguous(), rstd.contiguous()
 
@@ -66,17 +61,6 @@ def _(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Te
 def _(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=_result(x, weight, as_weight))
     return y, x.new_empty(*x.shape[:-1], 1, dtype=_precise(x.dtype))
-
-
-def _gradients(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    normal, d_y = x.to(rstd.dtype) * rstd, gradient.to(rstd.dtype)
-    d_normal = d_y if weight is None else d_y * weight
-    d_x = rstd * (d_normal - normal * (d_normal * normal).mean(-1, keepdim=True))
-    if weight is None:
-        d_weight = x.new_empty(0)  # an operator must return a tensor for each result
-    else:
-        d_weight = (d_y * normal).sum_to_size(weight.shape).to(weight.dtype)
-    return d_x.to(x.dtype).contiguous(), d_weight
 
 
 @operator(
@@ -89,13 +73,18 @@ def _gradients(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None)
 def _rms_norm_backward(
     gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return _gradients(gradient, x, rstd, weight)
+    normal, d_y = x.to(rstd.dtype) * rstd, gradient.to(rstd.dtype)
+    d_normal = d_y if weight is None else d_y * weight
+    d_x = rstd * (d_normal - normal * (d_normal * normal).mean(-1, keepdim=True))
+    if weight is None:
+        d_weight = x.new_empty(0)  # an operator must return a tensor for each result
+    else:
+        d_weight = (d_y * normal).sum_to_size(weight.shape).to(weight.dtype)
+    return d_x.to(x.dtype).contiguous(), d_weight
 
 
-@_rms_norm_backward.register_kernel("cuda")
+@_rms_norm_backward.register_kernel("cuda", lambda gradient, x, rstd, weight: _by_torch(x, weight))
 def _(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    if not _by_torch(x, weight):
-        return _gradients(gradient, x, rstd, weight)
     wanted = [True, weight is not None]
     d_x, d_weight = torch.ops.aten._fused_rms_norm_backward(gradient, x, x.shape[-1:], rstd, weight, wanted)
     return d_x, x.new_empty(0) if weight is None else d_weight

@@ -24,12 +24,7 @@ def _plain(scores: Tensor, mask: Tensor | None, scale: float, causal: bool = Fal
     return torch.softmax(scores, -1)
 
 
-def _in_steps(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
-    return _plain(working, mask, scale, causal).to(scores.dtype)
-
-
-def _has_kernel(scores: Tensor) -> bool:
+def _has_kernel(scores: Tensor, *_: Any) -> bool:
     """Whether the Triton kernels take scores [..., keys] of this dtype and length on a GPU."""
     keys = scores.shape[-1]
     return scores.dtype != torch.float64 and 0 < keys <= LONGEST_ROW and find_spec("triton") is not None
@@ -37,35 +32,28 @@ def _has_kernel(scores: Tensor) -> bool:
 
 @operator("spbench::masked_softmax", fake=lambda scores, mask, scale, causal: scores.new_empty(scores.shape))
 def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    return _in_steps(scores, mask, scale, causal)
+    working = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+    return _plain(working, mask, scale, causal).to(scores.dtype)
 
 
-@_masked_softmax.register_kernel("cuda")
+@_masked_softmax.register_kernel("cuda", _has_kernel)
 def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    if not _has_kernel(scores):
-        return _in_steps(scores, mask, scale, causal)
     kernels = import_module("spbench.impls.kernels.softmax_triton")
     result: Tensor = kernels.masked_softmax(scores, mask, scale, causal, MASKED_SCORE)
     return result
 
 
-def _gradient_in_steps(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
+@operator("spbench::masked_softmax_backward_", mutates_args={"gradient"})
+def _masked_softmax_backward_(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
     working = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else gradient.dtype
     result = torch._softmax_backward_data(gradient.to(working), probabilities.to(working), -1, working)
     gradient.copy_(result.mul_(scale))
 
 
-@operator("spbench::masked_softmax_backward_", mutates_args={"gradient"})
-def _masked_softmax_backward_(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
-    _gradient_in_steps(gradient, probabilities, scale)
-
-
-@_masked_softmax_backward_.register_kernel("cuda")
+@_masked_softmax_backward_.register_kernel("cuda", _has_kernel)
 def _(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
-    if not _has_kernel(gradient):
-        return _gradient_in_steps(gradient, probabilities, scale)
     kernels = import_module("spbench.impls.kernels.softmax_triton")
-    return kernels.masked_softmax_backward_(gradient, probabilities, scale)
+    kernels.masked_softmax_backward_(gradient, probabilities, scale)
 
 
 def _softmax_gradient(gradient: Tensor, probabilities: Tensor, scale: float) -> Tensor:
