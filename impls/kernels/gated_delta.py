@@ -179,15 +179,9 @@ def wy_gradients(
 
 count_products(OPS.gated_delta_own_gradients, 2, lambda n, d, a: n * (d + a))
 count_products(OPS.gated_delta_state_gradients, 4, lambda n, d, a: 3 * d * a)
-operators.count_products(
-    operators.OPS.gated_delta_gradient_carry, 4, lambda n, d, a: 3 * d * a + d * d + d**3 // n
-)
-operators.count_products(
-    operators.OPS.gated_delta_read_gradients, 2, lambda n, d, a: n * (3 * d + a) + 3 * d * a
-)
-operators.count_products(
-    operators.OPS.gated_delta_wy_gradients, 1, lambda n, d, a: n * (5 * d + 2 * a + 2 * n)
-)
+count_products(OPS.gated_delta_gradient_carry, 4, lambda n, d, a: 3 * d * a + d * d + d**3 // n)
+count_products(OPS.gated_delta_read_gradients, 2, lambda n, d, a: n * (3 * d + a) + 3 * d * a)
+count_products(OPS.gated_delta_wy_gradients, 1, lambda n, d, a: n * (5 * d + 2 * a + 2 * n))
 
 
 class _Forward(Forward):

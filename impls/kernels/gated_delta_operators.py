@@ -1,13 +1,15 @@
 """The operators of the gated delta rule's forward pass, and the helpers that forward and backward share.
 :mod:`spbench.impls.kernels.gated_delta` explains the letters W, U, V', T, S."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from spbench.impls.kernels import recurrence_blocks
 from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks
 
@@ -132,17 +134,7 @@ def room_for_carry(k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
     return sums.new_empty(len(v), v.shape[2], k.shape[-1] * (v.shape[-1] + k.shape[-1]))
 
 
-def count_products(operator: Any, values: int, products: Callable[[int, int, int], int]) -> None:
-    """Register an operator's FLOPs: 2 ``products(block, D, A)`` for each position and head of v, where
-    ``products`` counts multiplications. The operator's first argument has D features, and its argument number
-    ``values`` has the shape of v."""
-
-    @register_flop_formula(operator)
-    def flops(*shapes: Any, out_val: Any = None, **_: Any) -> int:
-        batch, length, heads, a = shapes[values]
-        return 2 * batch * length * heads * products(min(BLOCK, length), shapes[0][-1], a)
-
-
+count_products = partial(recurrence_blocks.count_products, BLOCK)
 count_products(OPS.gated_delta_wy, 1, lambda n, d, a: n * (d + a))
 count_products(OPS.gated_delta_states, 2, lambda n, d, a: 2 * d * a)
 # the transition of each block, and its matmul with the transitions of earlier blocks

@@ -23,8 +23,6 @@ from spbench.impls.kernels import linear_attention as each
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.operator import differentiable, operator
 
-OPS = torch.ops.spbench
-
 
 @dataclass(frozen=True)
 class Chunk:
@@ -124,10 +122,14 @@ def _(x: Tensor, y: Tensor, decay: Tensor | None, block: int, lengths: Sequence[
 _OF_DOCUMENTS["output"].register_fake(each.room_for_output)
 _OF_DOCUMENTS["input_gradients"].register_fake(each.room_for_input_gradients)
 
-_AT_BOUNDARIES = [OPS.packed_linear_attention_states, OPS.packed_linear_attention_state_gradients]
-register_flop_formula(_AT_BOUNDARIES)(each.boundary_flops)
-register_flop_formula(OPS.packed_linear_attention_output)(each.output_flops)
-register_flop_formula(OPS.packed_linear_attention_input_gradients)(each.input_gradient_flops)
+for _name, _flops in (
+    ("states", each.boundary_flops),
+    ("state_gradients", each.boundary_flops),
+    ("output", each.output_flops),
+    ("input_gradients", each.input_gradient_flops),
+):
+    # raw, because register_flop_formula has already wrapped these functions
+    register_flop_formula(_OF_DOCUMENTS[_name].overload.overloadpacket, get_raw=True)(_flops)
 
 
 class LinearAttentionSteps:

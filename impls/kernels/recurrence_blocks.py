@@ -8,14 +8,16 @@ the blocks of mamba_ssm go on over documents and mask pairs of positions of two 
 Shapes: B batch, L sequence, Z heads, G heads of queries and keys, C blocks, size positions in a block.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.operator import operator
@@ -170,3 +172,16 @@ class BlockDecay:
     def add_at_ends(self, d_sums: Tensor, d_ends: Tensor) -> None:
         """Add the gradients of blocks' last sums [B, Z, C, ...] to those of all sums [B, Z, C, size, ...]."""
         d_sums[:, :, torch.arange(d_sums.shape[2]), torch.tensor(self.blocks.ends())] += d_ends
+
+
+def count_products(
+    block: int, operator: Any, values: int, products: Callable[[int, int, int], int], features: int = 0
+) -> None:
+    """Register an operator's FLOPs: 2 ``products(n, D, A)`` for each position and head of v, where
+    ``products`` counts multiplications, and n is the number of positions in a block, ``block`` at most. The
+    operator's argument number ``features`` has D features, and number ``values`` has the shape of v."""
+
+    @register_flop_formula(operator)
+    def flops(*shapes: Any, out_val: Any = None, **_: Any) -> int:
+        batch, length, heads, a = shapes[values]
+        return 2 * batch * length * heads * products(min(block, length), shapes[features][-1], a)

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from spbench.impls.kernels import recurrence_blocks
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks, block_sums
@@ -237,46 +239,22 @@ def _of_shares(x: Tensor, sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return of_shares, sums.new_empty(len(x), sums.shape[2], blocks, block)
 
 
-Shape = Sequence[int]
-
-
-@register_flop_formula(OPS.state_space_scores)
-def _score_flops(q: Shape, k: Shape, **_: Any) -> int:
-    batch, length, groups, d = q
-    return 2 * batch * length * groups * min(BLOCK, length) * d
-
-
-@register_flop_formula([OPS.state_space_block_states, OPS.state_space_output_state_gradients])
-def _state_flops(q: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    batch, length, heads, a = v
-    return 2 * batch * length * heads * q[-1] * a
-
-
-@register_flop_formula(OPS.state_space_key_gradients)
-def _key_flops(k: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    return _state_flops(k, v)
-
-
-@register_flop_formula(OPS.state_space_query_gradients)
-def _query_flops(q: Shape, sums: Shape, d_o: Shape, *_: Any, **__: Any) -> int:
-    return _state_flops(q, d_o)
-
-
-@register_flop_formula(OPS.state_space_output)
-def _output_flops(scores: Shape, q: Shape, v: Shape, *_: Any, **__: Any) -> int:
-    batch, length, heads, a = v
-    # tiles above the diagonal are left out
-    return 2 * batch * length * heads * a * (min(BLOCK, length) // 2 + q[-1])
-
-
-@register_flop_formula(OPS.state_space_score_gradients)
-def _score_gradient_flops(v: Shape, *_: Any, **__: Any) -> int:
-    batch, length, heads, a = v
-    return 2 * batch * length * heads * a * min(BLOCK, length)
+count_products = partial(recurrence_blocks.count_products, BLOCK)
+count_products(OPS.state_space_scores, 0, lambda n, d, a: n * d)
+for _operator, _values in (
+    (OPS.state_space_block_states, 1),
+    (OPS.state_space_output_state_gradients, 1),
+    (OPS.state_space_key_gradients, 1),
+    (OPS.state_space_query_gradients, 2),
+):
+    count_products(_operator, _values, lambda n, d, a: d * a)
+# tiles above the diagonal are left out
+count_products(OPS.state_space_output, 2, lambda n, d, a: a * (n // 2 + d), features=1)
+count_products(OPS.state_space_score_gradients, 0, lambda n, d, a: a * n)
 
 
 @register_flop_formula(OPS.state_space_input_gradients)
-def _input_gradient_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+def _input_gradient_flops(q: Sequence[int], k: Any, v: Sequence[int], *_: Any, **__: Any) -> int:
     batch, length, heads, a = v
     block, d = min(BLOCK, length), q[-1]
     # for each head: d_v within the block and through the state, d_o v^T once more for the decay

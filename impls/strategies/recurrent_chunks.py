@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.attended import Attended
-from spbench.impls.collectives import exchange, start_all_gather
+from spbench.impls.collectives import exchange, start_all_gather, with_gradient
 from spbench.impls.kernels.recurrence import Make, Rule, StatePassing, gated_recurrence
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
@@ -127,17 +127,6 @@ class Gather(EdgePassing):
         yield "rows before convolutions", "all_gather", 1, size * nbytes.rows
 
 
-class _RowsBefore(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, passing: EdgePassing) -> Tensor:
-        ctx.passing = passing
-        return passing.rows(rows.contiguous(), 1)
-
-    @staticmethod
-    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
-        return ctx.passing.rows(d_rows.contiguous(), -1), None
-
-
 class RecurrentChunks(SequenceChunks):
     """Sequence chunks between which states and rows pass, by the class ``passing``."""
 
@@ -184,7 +173,11 @@ class RecurrentChunks(SequenceChunks):
     def rows_before(self, rows: Tensor) -> Tensor | None:
         if self.group is None or self.size == 1:
             return super().rows_before(rows)
-        return _RowsBefore.apply(rows, self.passing(self.group))
+        return with_gradient(
+            lambda x, passing, group: passing.rows(x.contiguous(), 1),
+            lambda d_x, passing, group: passing.rows(d_x.contiguous(), -1),
+            *(rows, self.passing(self.group), self.group),
+        )
 
     def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
         first = self.rank * length
