@@ -13,14 +13,13 @@ that moment; TransformerEngine keeps the scales of the first run.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce
-from spbench.impls.kernels.operator import operator
+from spbench.impls.kernels.operator import differentiable, operator
 
 #: place of each matrix of a projection in the list of forward (True) or backward, and places in each list
 _PLACES = {"input": (True, 0), "weight": (True, 1), "gradient": (False, 0)}
@@ -128,7 +127,7 @@ class DelayedScaling(nn.Module):
 
     def entering(self, x: Tensor) -> Tensor:
         """Returns x, the layers' input; when its gradient arrives, backward has ended and sets scales."""
-        result: Tensor = _Entering.apply(x, lambda: self.update(forward=False))
+        result: Tensor = _ENTERING(x, lambda: self.update(forward=False))
         return result
 
 
@@ -155,16 +154,12 @@ class Slot:
         return self._in(self.scaling.of(forward=self.forward)[0][0])
 
 
-class _Entering(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ended: Callable[[], None]) -> Tensor:
-        ctx.ended = ended
-        return x.view_as(x)
+def _ended(gradient: Tensor, end: Callable[[], None]) -> Tensor:
+    end()
+    return gradient
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.ended()
-        return gradient, None
+
+_ENTERING = differentiable(lambda x, end: x.view_as(x), _ended, lambda x, end, y: (end,))
 
 
 def is_multiplied(name: str, parameter: Tensor) -> bool:

@@ -129,21 +129,12 @@ def _unpermute_rows_backward(d_y: Tensor, row_of: Tensor, rows: int) -> Tensor:
     return d_rows
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, rows: int) -> tuple[Tensor, ...]:
-        y, row_weights, row_of = _permute_rows(x, weights, chosen, rows)
-        ctx.save_for_backward(row_of)
-        ctx.mark_non_differentiable(row_of)
-        return y, row_weights, row_of
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor, d_weights: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            *_permute_rows_backward(d_y.contiguous(), d_weights.contiguous(), *ctx.saved_tensors),
-            None,
-            None,
-        )
+_PERMUTE = differentiable(
+    _permute_rows,
+    lambda d_y, d_w, _, row_of: _permute_rows_backward(d_y.contiguous(), d_w.contiguous(), row_of),
+    lambda *arguments_and_results: arguments_and_results[-1:],
+    results=3,
+)
 
 
 _UNPERMUTE = differentiable(
@@ -165,7 +156,7 @@ def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> 
     row, or a map of rows.
     """
     if way == "fused":
-        return _Permute.apply(x, weights, chosen, rows)
+        return _PERMUTE(x, weights, chosen, rows)
     # a stable sort puts true entries first, and leaves experts and tokens in their order
     order = chosen.mT.contiguous().reshape(-1).argsort(descending=True, stable=True)[:rows]
     token = order % len(x)

@@ -6,10 +6,11 @@ in every pipeline stage and in layers that run again.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from spbench.impls.kernels.operator import differentiable
 
 
 def _unscaled(loss: Tensor) -> Tensor:
@@ -38,20 +39,13 @@ class AuxiliaryLosses:
 
     def attach(self, x: Tensor, loss: Tensor) -> Tensor:
         """Returns x as a view whose backward also starts the backward of ``loss``, a scalar of this rank."""
-        attached: Tensor = _Attached.apply(x, loss, self)
+        attached: Tensor = _ATTACHED(x, loss, self)
         return attached
 
 
-class _Attached(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, losses: AuxiliaryLosses) -> Tensor:
-        ctx.save_for_backward(loss)
-        ctx.losses = losses
-        return x.view_as(x)
+def _gradients(d_x: Tensor, loss: Tensor, losses: AuxiliaryLosses) -> tuple[Tensor, Tensor]:
+    share = 1 / (losses.replicas * losses.micro_batches)
+    return d_x, losses.scaled(torch.full_like(loss, share)).to(loss.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, Tensor, None]:
-        (loss,) = ctx.saved_tensors
-        losses: AuxiliaryLosses = ctx.losses
-        share = 1 / (losses.replicas * losses.micro_batches)
-        return d_x, losses.scaled(torch.full_like(loss, share)).to(loss.dtype), None
+
+_ATTACHED = differentiable(lambda x, *_: x.view_as(x), _gradients, lambda x, loss, losses, y: (loss, losses))

@@ -9,13 +9,14 @@ rank's features of an expert, P opening projections, 1 or 2. ``lengths`` are the
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.kernels.fp8_grouped import grouped_project_fp8
 from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project, stacked_project
+from spbench.impls.kernels.operator import differentiable
 from spbench.impls.layout import Shard, StackShard, mark_expert, mark_shard
 from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.strategies.base import Strategy
@@ -85,7 +86,7 @@ class SeparateExperts(nn.ModuleDict):
     def with_bias(self, y: Tensor, lengths: Sequence[int], weights: Tensor | None) -> Tensor:
         """y [R, H] plus the closing bias, if any, times the weight [R] of each row (None: 1)."""
         biases = [each.closes.bias for each in self._experts if each.closes.bias is not None]
-        shared = [SharedBias.apply(bias, self.parts) for bias in biases]
+        shared = [shared_bias(bias, self.parts) for bias in biases]
         return add_grouped_bias(y, shared, lengths, weights) if shared else y
 
 
@@ -140,16 +141,8 @@ class StackedExperts(nn.Module):
         """y [R, H] plus the closing bias, if any, times the weight [R] of each row (None: 1)."""
         if self.closes.bias is None:
             return y
-        return add_grouped_bias(y, SharedBias.apply(self.closes.bias, self.parts).unbind(), lengths, weights)
+        return add_grouped_bias(y, shared_bias(self.closes.bias, self.parts).unbind(), lengths, weights)
 
 
-class SharedBias(torch.autograd.Function):
-    """The part of a bias that each of ``parts`` ranks adds; backward gives each rank the whole gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:
-        return bias / parts
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+#: (bias, parts) -> what each of ``parts`` ranks adds of the bias; backward gives each the whole gradient
+shared_bias = differentiable(lambda bias, parts: bias / parts, lambda d_bias: d_bias, lambda *_: ())

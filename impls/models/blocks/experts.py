@@ -33,8 +33,8 @@ from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.models.blocks.expert_weights import (
     ExpertTensors,
     SeparateExperts,
-    SharedBias,
     StackedExperts,
+    shared_bias,
 )
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedForward, MlpModule, mlp_sites
 from spbench.impls.models.blocks.recomputation import recomputed, remade
@@ -264,7 +264,7 @@ class MixtureModule(nn.Module):
         y = self._activated_and(y, weights, lambda a: projected(a, expert.closes, None, *factors[2:]))
         if expert.closes_bias is None:
             return y
-        bias = SharedBias.apply(expert.closes_bias, self.dispatcher.etp)
+        bias = shared_bias(expert.closes_bias, self.dispatcher.etp)
         return y + (bias if weights is None else bias * weights.to(bias.dtype)[:, None])
 
     def _activated_and(self, y: Tensor, weights: Tensor | None, use: Callable[[Tensor], Tensor]) -> Tensor:
