@@ -179,7 +179,11 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 def all_gather_rows_into(x: Tensor, group: Group, buffer: ReusedBuffer) -> Tensor:
     """:func:`all_gather` along the first dim, into memory that is lent until the buffer's next use."""
-    return with_gradient(_lent, _without_buffer, x, buffer, group)
+    return with_gradient(
+        lambda x, buffer, group: _gathered(x, 0, group, buffer),
+        lambda x, _, group: _summed_chunk(x, 0, group),
+        *(x, buffer, group),
+    )
 
 
 def reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -218,8 +222,8 @@ def _own_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return x.narrow(dim, group.rank() * length, length).clone(memory_format=torch.contiguous_format)
 
 
-def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    whole, work = start_all_gather(x, group)
+def _gathered(x: Tensor, dim: int, group: dist.ProcessGroup, buffer: ReusedBuffer | None = None) -> Tensor:
+    whole, work = start_all_gather(x, group, buffer)
     work.wait()
     return joined(whole, dim)
 
@@ -228,16 +232,6 @@ def _summed_chunk(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     chunk, work = start_reduce_scatter(x, dim, group)
     work.wait()
     return chunk
-
-
-def _lent(x: Tensor, buffer: ReusedBuffer, group: dist.ProcessGroup) -> Tensor:
-    whole, work = start_all_gather(x, group, buffer)
-    work.wait()
-    return joined(whole, 0)
-
-
-def _without_buffer(x: Tensor, buffer: ReusedBuffer, group: dist.ProcessGroup) -> Tensor:
-    return _summed_chunk(x, 0, group)
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -13,6 +13,7 @@ Every rank knows all numbers of rows. Without a group, or with one rank, the fun
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,12 @@ from spbench.impls.kernels.kept_results import kept_exchange
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """All-to-all of rows: sends the rows of x [sum of ``sent``, ...], the next ``sent[i]`` of which are for
     rank i; returns the received rows [sum of ``received``, ...]."""
-    return with_gradient(_rows_exchanged, _rows_exchanged_back, x, tuple(sent), tuple(received), group)
+    return with_gradient(_rows_sent, _rows_sent_back, x, tuple(sent), tuple(received), True, group)
 
 
 def move_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """:func:`all_to_all_rows` of rows that are not tokens for experts: no block keeps its result."""
-    return with_gradient(_rows_sent, _rows_sent_back, x, tuple(sent), tuple(received), group)
+    return with_gradient(_rows_sent, _rows_sent_back, x, tuple(sent), tuple(received), False, group)
 
 
 def all_gather_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
@@ -77,25 +78,16 @@ def _own_rows(whole: Tensor, rows: Sequence[int]) -> list[Tensor]:
     return [part[:n] for part, n in zip(whole.chunk(len(rows)), rows, strict=True)]
 
 
-def _rows_sent(x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    y = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(y, x.contiguous(), [*received], [*sent], group=group)
-    return y
-
-
-def _rows_sent_back(
-    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
+def _rows_sent(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], keeps: bool, group: dist.ProcessGroup
 ) -> Tensor:
-    return _rows_sent(x, received, sent, group)
+    def run() -> Tensor:
+        y = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(y, x.contiguous(), [*received], [*sent], group=group)
+        return y
+
+    return kept_exchange(run) if keeps else run()
 
 
-def _rows_exchanged(
-    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    return kept_exchange(lambda: _rows_sent(x, sent, received, group))
-
-
-def _rows_exchanged_back(
-    x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    return _rows_exchanged(x, received, sent, group)
+def _rows_sent_back(x: Tensor, sent: Sequence[int], received: Sequence[int], *others: Any) -> Tensor:
+    return _rows_sent(x, received, sent, *others)

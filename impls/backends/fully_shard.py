@@ -262,7 +262,7 @@ class FullySharded(Backend):
             self.last, self.missing = False, {*self.numbers.values()}
         for stage in chunks_of(self.module):  # which fully_shard has made FSDPModules
             if self.staged or self.options.reduce_at == "kept":
-                sharded_stages.keep_for_later(stage)  # type: ignore[arg-type]
+                sharded_stages.sum_after_backward(stage, False)  # type: ignore[arg-type]
             elif self.options.reduce_at == "last":
                 stage.set_requires_gradient_sync(False)  # type: ignore[operator]
 
@@ -274,7 +274,7 @@ class FullySharded(Backend):
     def begin_last_backward(self, stage: nn.Module) -> None:
         self.last = True
         if not self.staged and self.options.reduce_at != "each":
-            sharded_stages.sum_in_backward(stage)  # type: ignore[arg-type]
+            sharded_stages.sum_after_backward(stage, True)  # type: ignore[arg-type]
 
     def end_last_backward(self, stage: nn.Module) -> None:
         if self.staged:

@@ -33,21 +33,11 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 
-def keep_for_later(stage: FSDPModule) -> None:
-    """Let the next backwards through a stage add to whole gradients, and keep gathered weights."""
-    _sum_after_backward(stage, False)
-
-
-def sum_in_backward(stage: FSDPModule) -> None:
-    """Let the next backward reduce-scatter the gradients that backwards have added up, and free weights."""
-    _sum_after_backward(stage, True)
-
-
 def sum_kept(stage: FSDPModule) -> None:
     """Reduce-scatter the gradients that backwards through a stage have added up, and free its weights."""
     from torch.distributed.fsdp import fully_shard
 
-    _sum_after_backward(stage, True)
+    sum_after_backward(stage, True)
     state = fully_shard.state(stage)  # type: ignore[attr-defined]  # not exported: torch's pipelining does this
     for unit in state._state_ctx.all_states:
         for group in unit._fsdp_param_groups:
@@ -55,7 +45,9 @@ def sum_kept(stage: FSDPModule) -> None:
     state._root_post_backward_final_callback()
 
 
-def _sum_after_backward(stage: FSDPModule, yes: bool) -> None:
+def sum_after_backward(stage: FSDPModule, yes: bool) -> None:
+    """Let the next backward through a stage reduce-scatter the gradients that backwards have added up, and
+    free weights; without ``yes``, let backwards add to whole gradients, and keep gathered weights."""
     stage.set_is_last_backward(yes)
     stage.set_reshard_after_backward(yes)
     stage.set_requires_gradient_sync(yes)

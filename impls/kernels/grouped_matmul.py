@@ -150,77 +150,71 @@ def _stacked_accumulate_mm_(into: Tensor, d_y: Tensor, x: Tensor, rows: Sequence
     _accumulate(into, d_y, x, rows)
 
 
-class _StackedProjection(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Sequence[int], weights: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(x if weights.requires_grad else None)
-        ctx.rows, ctx.weights = rows, weights  # the parameters, not views, as attributes are marked on them
-        result: Tensor = _stacked_mm(x, _matrices(weights).mT, rows)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        (x,) = ctx.saved_tensors
-        weights: nn.Parameter = ctx.weights
-        d_y = d_y.contiguous()
-        d_x = _stacked_mm(d_y, _matrices(weights), ctx.rows) if ctx.needs_input_grad[0] else None
-        if x is None:
-            return d_x, None, None
-        if getattr(weights, "main_grad", None) is None:
-            return d_x, None, _stacked_mm_weights(d_y, x, ctx.rows).view(weights.shape)
-        into: Tensor = getattr(weights, "main_grad")  # noqa: B009
-        _stacked_accumulate_mm_(_matrices(into), d_y, x, ctx.rows)
-        return d_x, None, added_to_main_grad(weights)
+#: the operators of stacked weights, where a library's are those of :func:`_products`
+_STACKED = _stacked_mm, _stacked_mm_weights, _stacked_accumulate_mm_
 
 
-def _matrices(weights: Tensor) -> Tensor:
-    """Stacked weights [n, ..., F, H] as [n, F of all, H], a view."""
-    return weights if weights.ndim == 3 else weights.flatten(1, -2)
+def _matrices(weights: Sequence[Tensor], stacked: bool) -> Any:
+    """The weights [..., F, H] as views [F of all, H]; stacked ones [n, ..., F, H] as [n, F of all, H]."""
+    if not stacked:
+        return [matrix(weight) for weight in weights]
+    (weight,) = weights
+    return weight if weight.ndim == 3 else weight.flatten(1, -2)
 
 
 def stacked_project(x: Tensor, weights: nn.Parameter, rows: Sequence[int]) -> Tensor:
     """Returns the ``rows[i]`` rows of each expert i in x [R, H] times W_i^T, from weights [n, ..., F, H], as
     [R, all F], by one operator; the weights have one gradient."""
-    result: Tensor = _StackedProjection.apply(x, tuple(rows), weights)
+    result: Tensor = _GroupedProjection.apply(x, tuple(rows), True, weights)
     return result
 
 
 class _GroupedProjection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Sequence[int], *weights: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: Sequence[int], stacked: bool, *weights: nn.Parameter) -> Tensor:
         ctx.save_for_backward(x if weights[0].requires_grad else None)
-        ctx.rows, ctx.weights = rows, weights  # the parameters, not views, as attributes are marked on them
-        multiply, _, _ = _operators(weights[0])
-        return multiply(x, [matrix(weight).mT for weight in weights], rows)
+        ctx.weights = weights  # the parameters, not views, as attributes are marked on them
+        ctx.rows, ctx.stacked = rows, stacked
+        multiply, _, _ = _operators(weights[0], stacked)
+        whole = _matrices(weights, stacked)
+        return multiply(x, whole.mT if stacked else [w.mT for w in whole], rows)
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weights: tuple[nn.Parameter, ...] = ctx.weights
-        multiply, _, _ = _operators(weights[0])
+        weights, stacked = ctx.weights, ctx.stacked
+        multiply, _, _ = _operators(weights[0], stacked)
         d_y = d_y.contiguous()
-        d_x = multiply(d_y, [matrix(w) for w in weights], ctx.rows) if ctx.needs_input_grad[0] else None
+        d_x = multiply(d_y, _matrices(weights, stacked), ctx.rows) if ctx.needs_input_grad[0] else None
         frozen = [None] * len(weights)
-        return d_x, None, *(frozen if x is None else _gradients(d_y, x, ctx.rows, weights))
+        gradients = frozen if x is None else _gradients(d_y, x, ctx.rows, weights, stacked)
+        return d_x, None, None, *gradients
 
 
-def _operators(weight: Tensor) -> tuple[Any, Any, Any]:
+def _operators(weight: Tensor, stacked: bool) -> tuple[Any, Any, Any]:
+    if stacked:
+        return _STACKED
     return _ENGINE if library_of(weight) == TRANSFORMER_ENGINE else _TORCH
 
 
-def _gradients(d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn.Parameter]) -> list[Tensor]:
+def _gradients(
+    d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn.Parameter], stacked: bool
+) -> list[Tensor]:
     """The gradients of all experts' weights; each is added to ``main_grad`` if there is one."""
-    _, of_weights, accumulate = _operators(weights[0])
+    _, of_weights, accumulate = _operators(weights[0], stacked)
     if getattr(weights[0], "main_grad", None) is None:
-        return [d.view(w.shape) for d, w in zip(of_weights(d_y, x, rows), weights, strict=True)]
-    accumulate([matrix(getattr(weight, "main_grad")) for weight in weights], d_y, x, rows)  # noqa: B009
+        gradients = of_weights(d_y, x, rows)
+        each = [gradients] if stacked else gradients
+        return [d.view(w.shape) for d, w in zip(each, weights, strict=True)]
+    mains = [getattr(weight, "main_grad") for weight in weights]  # noqa: B009
+    accumulate(_matrices(mains, stacked), d_y, x, rows)
     return [added_to_main_grad(weight) for weight in weights]
 
 
 def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int]) -> Tensor:
     """Returns the ``rows[i]`` rows of each expert i in x [R, H] times W_i^T, from one weight [..., F, H] an
     expert, as [R, all F]."""
-    result: Tensor = _GroupedProjection.apply(x, tuple(rows), *weights)
+    result: Tensor = _GroupedProjection.apply(x, tuple(rows), False, *weights)
     return result
 
 

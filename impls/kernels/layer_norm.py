@@ -7,9 +7,8 @@ two in the input's precision, so a trace on fake CPU tensors would count other b
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.operator import differentiable, operator
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @operator("spbench::layer_norm")
@@ -17,15 +16,14 @@ def _layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
-    statistics = torch.float32 if x.dtype in _HALF else x.dtype
+    statistics = state_dtype(x.dtype)
     # torch.library forbids outputs that alias each other or an input; these never do
     return y, mean.to(statistics), rstd.to(statistics)
 
 
 @_layer_norm.register_fake
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = torch.float32 if x.dtype in _HALF else x.dtype
-    mean = x.new_empty(*x.shape[:-1], 1, dtype=statistics)
+    mean = x.new_empty(*x.shape[:-1], 1, dtype=state_dtype(x.dtype))
     return x.new_empty(x.shape), mean, torch.empty_like(mean)  # contiguous, whatever x is
 
 

@@ -12,7 +12,6 @@ Letters: T tokens, E experts, R rows (a token has one for each of its experts), 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,49 +27,26 @@ PERMUTATIONS = ("plain", "deterministic", "fused", "indexed")
 WITHIN_TRANSFERS = ("sent_rows", "summed_rows", "exchanged_pieces")
 
 
-@torch.library.custom_op("spbench::sent_rows", mutates_args=())
-def sent_rows(x: Tensor, token: Tensor) -> Tensor:
-    """The rows [R, H] to send, copies of tokens x [T, H]; ``token`` [R] is the number of each row's token."""
+@operator("spbench::sent_rows", fake=lambda x, token: x.new_empty(len(token), x.shape[1]))
+def _sent(x: Tensor, token: Tensor) -> Tensor:
     return x[token]
 
 
-@sent_rows.register_fake
-def _(x: Tensor, token: Tensor) -> Tensor:
-    return x.new_empty(len(token), x.shape[1])
-
-
-@torch.library.custom_op("spbench::summed_rows", mutates_args=())
-def summed_rows(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
-    """The sum [T, H] of each token's rows [R, H]; ``token`` [R] is the number of each row's token."""
+@operator("spbench::summed_rows", fake=lambda rows, token, tokens: rows.new_empty(tokens, rows.shape[1]))
+def _summed(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
     return rows.new_zeros(tokens, rows.shape[1]).index_add_(0, token, rows)
 
 
-@summed_rows.register_fake
-def _(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
-    return rows.new_empty(tokens, rows.shape[1])
+#: (tokens x [T, H], the number of each row's token [R]) -> the rows [R, H] to send, copies of the tokens
+sent_rows = differentiable(_sent, _summed, lambda x, token, rows: (token, len(x)))
+#: (rows [R, H], the number of each row's token [R], T) -> the sum [T, H] of each token's rows
+summed_rows = differentiable(_summed, _sent, lambda rows, token, tokens, x: (token,))
 
 
 @operator("spbench::exchanged_pieces", fake=lambda x: x.new_empty(x.shape))
 def exchanged_pieces(x: Tensor) -> Tensor:
     """x without gaps: the pieces that other ranks read, or that they have written, in symmetric memory."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _keep_token(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.tokens = len(inputs[0])
-
-
-def _sent_back(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
-    return summed_rows(d_rows, *ctx.saved_tensors, ctx.tokens), None
-
-
-def _sent_again(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None]:
-    return sent_rows(d_x, *ctx.saved_tensors), None, None
-
-
-sent_rows.register_autograd(_sent_back, setup_context=_keep_token)
-summed_rows.register_autograd(_sent_again, setup_context=_keep_token)
 
 
 @operator("spbench::permute_rows")

@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.operator import differentiable, operator
 
 EPS = 1e-6
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def plain_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) -> Tensor:
     """y of :func:`rms_norm` by torch's own operators, which keep more tensors for backward."""
-    precise = x.to(_precise(x.dtype))
+    precise = x.to(state_dtype(x.dtype))
     y = precise * (precise.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (y if weight is None else y * weight).to(x.dtype)
 
@@ -34,7 +31,7 @@ def rounded_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) 
 
 @operator("spbench::rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
-    precise = x.to(_precise(x.dtype))
+    precise = x.to(state_dtype(x.dtype))
     rstd = (precise.square().mean(-1, keepdim=True) + eps).rsqrt()
     y = precise * rstd
     y = (y if weight is None else y * weight).to(x.dtype).contiguous()
@@ -60,7 +57,7 @@ def _(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Te
 @_rms_norm.register_fake
 def _(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
     y = x.new_empty(x.shape, dtype=_result(x, weight, as_weight))
-    return y, x.new_empty(*x.shape[:-1], 1, dtype=_precise(x.dtype))
+    return y, x.new_empty(*x.shape[:-1], 1, dtype=state_dtype(x.dtype))
 
 
 @operator(
@@ -100,7 +97,7 @@ _RMS_NORM = differentiable(
 def _upcast_gradients(
     gradient: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    precise = x.to(_precise(x.dtype))
+    precise = x.to(state_dtype(x.dtype))
     again, rstd = _rms_norm(precise, weight, eps, True)
     d_x, d_weight = _rms_norm_backward(gradient.contiguous(), precise, rstd, weight)
     del again
@@ -109,7 +106,7 @@ def _upcast_gradients(
 
 #: the way "upcast" of :func:`rms_norm`; keeps only x, and backward makes the copy and result again
 _UPCAST_RMS_NORM = differentiable(
-    lambda x, weight, eps: _rms_norm(x.to(_precise(x.dtype)), weight, eps, True)[0], _upcast_gradients
+    lambda x, weight, eps: _rms_norm(x.to(state_dtype(x.dtype)), weight, eps, True)[0], _upcast_gradients
 )
 
 

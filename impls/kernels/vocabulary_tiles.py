@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def _precise(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+from spbench.impls.kernels.decay import state_dtype
 
 
 def _tiles(weight: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
@@ -44,7 +42,7 @@ def _updated(m: Tensor, s: Tensor, t: Tensor, logits: Tensor) -> tuple[Tensor, T
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        dtype = _precise(x)
+        dtype = state_dtype(x.dtype)
         m = torch.full_like(labels, float("-inf"), dtype=dtype)
         s, t, of_label = (torch.zeros_like(labels, dtype=dtype) for _ in range(3))
         for start, part in _tiles(weight, rows):
