@@ -93,9 +93,8 @@ class Ring:
         self._sent = [(x, x._version) for x in sent]
         self._received = [torch.empty_like(x) for x in sent]
         onward, back = (rank + to) % size, (rank - to) % size
-        operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=onward) for x in sent]
-        operations += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=back) for x in self._received]
-        self._works = dist.batch_isend_irecv(operations)
+        receives = [(x, back) for x in self._received]
+        self._works = post([(x, onward) for x in sent], receives, self.group)
 
     def finish(self) -> tuple[Tensor, ...]:
         """Wait for the messages under way; returns the received tensors."""

@@ -135,7 +135,19 @@ def _(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, torch.inf, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-@operator("spbench::fp8_cast")
+def _room(
+    x: Tensor, transposed: bool, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """Tensors without values, for x [r, c] or x^T [c, r] in eight bits and its scales."""
+    shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
+    scale = x.new_empty(_scales_shape(shape, tile), dtype=scales or torch.float32)
+    return x.new_empty(shape, dtype=dtype), scale
+
+
+@operator(
+    "spbench::fp8_cast",
+    fake=lambda x, largest, dtype, tile, scales, transposed: _room(x, transposed, dtype, tile, scales),
+)
 def fp8_cast(
     x: Tensor,
     largest: Tensor | None,
@@ -162,15 +174,10 @@ def _(x: Tensor, largest: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
     return data, scale
 
 
-@fp8_cast.register_fake
-def _(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    _, dtype, tile, scales, transposed = how
-    shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
-    scale = x.new_empty(_scales_shape(shape, tile), dtype=scales or torch.float32)
-    return x.new_empty(shape, dtype=dtype), scale
-
-
-@operator("spbench::fp8_cast_both")
+@operator(
+    "spbench::fp8_cast_both",
+    fake=lambda x, largest, *how: (*_room(x, False, *how), *_room(x, True, *how)),
+)
 def fp8_cast_both(
     x: Tensor, largest: Tensor | None, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -192,36 +199,22 @@ def _(
     return data, scale, transposed, scale.clone()
 
 
-@fp8_cast_both.register_fake
-def _(
-    x: Tensor, largest: Tensor | None, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (r, c), of_scales = x.shape, scales or torch.float32
-    data, transposed = x.new_empty(r, c, dtype=dtype), x.new_empty(c, r, dtype=dtype)
-    shapes = (_scales_shape(shape, tile) for shape in ((r, c), (c, r)))
-    of_data, of_transposed = (x.new_empty(shape, dtype=of_scales) for shape in shapes)
-    return data, of_data, transposed, of_transposed
-
-
 @operator("spbench::fp8_transpose", fake=lambda data: data.new_empty(data.shape[1], data.shape[0]))
 def fp8_transpose(data: Tensor) -> Tensor:
     """The contiguous transpose [c, r] of data [r, c] in eight bits."""
     return data.mT.contiguous()
 
 
-@operator("spbench::fp8_recast")
+@operator(
+    "spbench::fp8_recast",
+    fake=lambda data, scale, tile, scales: _room(data, True, data.dtype, tile, scales),
+)
 def fp8_recast(
     data: Tensor, scale: Tensor, tile: Sequence[int], scales: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the transpose [c, r] of data [r, c], cast again (and so rounded again) in tiles of its own
     rows, and its scales."""
     return _cast(_counts_as(data, scale, tile, torch.float32).mT, None, data.dtype, tile, scales)
-
-
-@fp8_recast.register_fake
-def _(data: Tensor, scale: Tensor, tile: Sequence[int], scales: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    shape = data.shape[1], data.shape[0]
-    return data.new_empty(shape), scale.new_empty(_scales_shape(shape, tile), dtype=scales or torch.float32)
 
 
 def _counts_as(data: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """A second stream, next to the computing stream, for the forward and backward of parts of a layer.
 
 Autograd calls the functions of a part one after another, because forward called them one after another. On
-GPUs autograd runs each on the stream of its forward; elsewhere the ends of a part, :class:`_Enter` and
-:class:`_Leave`, switch streams. In simulated steps, kernels of both streams do not slow each other down.
+GPUs autograd runs each on the stream of its forward; elsewhere the two ends of a part, each an
+:class:`_Edge`, switch streams. In simulated steps, kernels of both streams do not slow each other down.
 """
 
 from collections.abc import Callable
@@ -38,67 +38,46 @@ class SideStream:
         with self._module.stream(self._stream):
             if not any(x.requires_grad for x in xs):
                 return work(*xs)
-            results: Tensors = _Leave.apply(self, *work(*_Enter.apply(self, *xs)))
+            results: Tensors = _Edge.apply(self.enter, *work(*_Edge.apply(self.leave, *xs)))
             return results
 
     def awaited(self, x: Tensor) -> Tensor:
         """Returns x; in the backward of x, the computing stream waits for this stream."""
-        y: Tensor = _Await.apply(self, x)
+        y: Tensor = _Edge.apply(self.wait_on_cpu, x)[0]
         return y
 
     def wait(self) -> None:
         """Have the computing stream wait for all work that this stream has so far."""
         self._module.current_stream().wait_stream(self._stream)
 
-    def enter(self, gradient: Tensor) -> None:
+    def enter(self, *gradients: Tensor) -> None:
         """Switch to this stream, because backward of a part begins (on CPUs; GPUs do so by themselves)."""
-        if gradient.device.type == "cpu":
-            self.follow(gradient)
+        if gradients[0].device.type == "cpu":
+            self.follow(gradients[0])
             self._entered.append(self._module.stream(self._stream))
             self._entered[-1].__enter__()
 
-    def leave(self) -> None:
+    def leave(self, *gradients: Tensor) -> None:
         """Switch back to the computing stream, because backward of a part ends."""
         if self._entered:
             self._entered.pop().__exit__(None, None, None)
 
+    def wait_on_cpu(self, *gradients: Tensor) -> None:
+        """:meth:`wait`, because backward needs this stream's work (on CPUs; GPUs do so by themselves)."""
+        if any(each.device.type == "cpu" for each in gradients):
+            self.wait()
+
 
 class _Edge(torch.autograd.Function):
-    """A function that returns its arguments, and of which only backward has an effect."""
+    """A function that returns its arguments ``xs``; its backward calls ``effect`` of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, side: SideStream, *xs: Tensor) -> Tensors:
-        ctx.side = side
+    def forward(ctx: Any, effect: Callable[..., None], *xs: Tensor) -> Tensors:
+        ctx.effect = effect
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in xs)
 
-
-class _Enter(_Edge):
-    """The first function of a part, and the last of its backward."""
-
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.side.leave()
+        ctx.effect(*(each for each in gradients if each is not None))
         return None, *gradients
-
-
-class _Leave(_Edge):
-    """The last function of a part, and the first of its backward."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.side.enter(next(each for each in gradients if each is not None))
-        return None, *gradients
-
-
-class _Await(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, side: SideStream, x: Tensor) -> Tensor:
-        ctx.side = side
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        if gradient.device.type == "cpu":
-            ctx.side.wait()
-        return None, gradient
