@@ -9,13 +9,16 @@ its buckets, once, in the order in which gradients arrived.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, TypeVar
 from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce_async
+
+T = TypeVar("T")
 
 MIB = 2**20
 #: bytes at which a bucket is full: the first bucket, small so that communication starts early, and others
@@ -106,13 +109,19 @@ class BucketedGradients:
 
 def in_buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yields the parameters of each bucket, from the last parameter on, which backward reaches first."""
-    limit, run, nbytes = FIRST_BUCKET_BYTES, [], 0
-    for p in reversed(parameters):
-        run.append(p)
-        nbytes += p.nbytes
-        if nbytes >= limit:
+    enough = chain([FIRST_BUCKET_BYTES], repeat(BUCKET_BYTES))
+    return full_runs(reversed(parameters), lambda p: p.nbytes, enough)
+
+
+def full_runs(each: Iterable[T], size: Callable[[T], int], enough: Iterator[int]) -> Iterator[list[T]]:
+    """Yields runs of ``each``, which are the whole; a run ends when its sizes reach the next ``enough``."""
+    run, filled, limit = list[T](), 0, next(enough)
+    for one in each:
+        run.append(one)
+        filled += size(one)
+        if filled >= limit:
             yield run
-            limit, run, nbytes = BUCKET_BYTES, [], 0
+            run, filled, limit = [], 0, next(enough)
     if run:
         yield run
 

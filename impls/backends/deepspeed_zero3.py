@@ -17,6 +17,7 @@ divides by 1. DeepSpeed gathers the persistent weights at a step's end, this bac
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from spbench.impls.backends import parameter_coordinator
 from spbench.impls.backends.backend import BytesInBackward, HeldPart
+from spbench.impls.backends.buckets import full_runs
 from spbench.impls.backends.deepspeed_stage import DeepSpeedStage
 from spbench.impls.backends.flat import padded
 from spbench.impls.backends.fsdp_flat import take_parameters
@@ -146,14 +148,8 @@ class DeepSpeedZero3(DeepSpeedStage):
         self.gradients = like.new_zeros(sum(weight.part for weight in self.weights.values()))
         size = self.options.reduce_bucket_size
         self.buffer = like.new_empty(size) if self.options.contiguous_gradients and self.weights else None
-        self.subgroups: list[list[Partitioned]] = []
-        filled = 0
-        for weight in self.weights.values():
-            if filled >= self.options.sub_group_size or not self.subgroups:
-                filled = 0
-                self.subgroups.append([])
-            self.subgroups[-1].append(weight)
-            filled += weight.part
+        enough = repeat(self.options.sub_group_size)
+        self.subgroups = [*full_runs(self.weights.values(), lambda weight: weight.part, enough)]
         #: the flat partitions of each sub-group in the weights' dtype, and for the optimizer
         self.shards: list[Tensor] = []
         first = 0

@@ -21,7 +21,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
@@ -42,43 +41,18 @@ class HostAdam(Optimizer):
         device: any tensor of the device that makes the gradients.
     """
 
-    def __init__(
-        self,
-        masters: Sequence[Tensor],
-        precision: Precision,
-        device: Tensor,
-        *,
-        with_moments: bool,
-        overflow_groups: Sequence[dist.ProcessGroup | None] = (),
-        lr: float,
-    ):
-        super().__init__(
-            masters,
-            replace(precision, master=False),
-            with_moments=False,
-            overflow_groups=overflow_groups,
-            lr=lr,
-            device=device.device,
-        )
+    def __init__(self, masters: Sequence[Tensor], precision: Precision, device: Tensor, **settings: Any):
         self.device = device.new_empty(0)
+        super().__init__(masters, replace(precision, master=False), device=device.device, **settings)
         if precision.loss_scale:
             self._found_inf, self._scale = (
                 host_copies.host_zeros(device, [], torch.float32) for _ in range(2)
             )
-        if with_moments:
-            self._make_moments()
 
-    def _make_moments(self) -> None:
-        for master in self.masters:
-            if master not in self.adam.state:
-                moments = {
-                    name: host_copies.pageable_zeros(self.device, master.shape, master.dtype)
-                    for name in ("exp_avg", "exp_avg_sq")
-                }
-                self.adam.state[master] = {
-                    "step": host_copies.pageable_zeros(self.device, [], torch.float32),
-                    **moments,
-                }
+    def new_state(self, p: Tensor) -> dict[str, Tensor]:
+        names, zeros = ("exp_avg", "exp_avg_sq"), host_copies.pageable_zeros
+        moments = {name: zeros(self.device, p.shape, p.dtype) for name in names}
+        return {"step": zeros(self.device, [], torch.float32), **moments}
 
     def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
         """Copy the gradient of a weight to the host, on the current stream.
@@ -103,7 +77,7 @@ class HostAdam(Optimizer):
         self.wait()
         if self.precision.loss_scale:
             self._unscale()
-        self._make_moments()
+        self.make_states()
         for number, master in enumerate(self.masters):
             state, (group,) = self.adam.state[master], self.adam.param_groups
             assert master.grad is not None

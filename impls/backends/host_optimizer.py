@@ -10,11 +10,13 @@ other tensors the host holds, and where updated weights are rounded.
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spbench.impls.backends.buckets import full_runs
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import HostLayout
@@ -72,7 +74,8 @@ class HostOptimizer(HostAdam):
         self.weights, self.layout = weights, layout
         dtype = dtype or (torch.float32 if precision.master else weights[0].dtype)
         values = [w.detach() for w in weights]
-        self.runs = [_Run(run, dtype, layout) for run in _cut(values, layout.run)]
+        runs = full_runs(values, Tensor.numel, repeat(layout.run or 0))
+        self.runs = [_Run(run, dtype, layout) for run in runs]
         self._place = [(run, at) for run in self.runs for at in range(len(run.weights))]
         super().__init__([run.master for run in self.runs], precision, values[0], **settings)
         self._loaded = False
@@ -199,23 +202,6 @@ class HostOptimizer(HostAdam):
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *(run.buffer for run in self.runs if run.buffer is not None)]
-
-
-def _cut(weights: Sequence[Tensor], enough: int | None) -> Iterator[Sequence[Tensor]]:
-    """Yields runs of weights; a run ends when it has ``enough`` elements; None: each weight is a run."""
-    if enough is None:
-        yield from ([weight] for weight in weights)
-        return
-    run: list[Tensor] = []
-    elements = 0
-    for weight in weights:
-        run.append(weight)
-        elements += weight.numel()
-        if elements >= enough:
-            yield run
-            run, elements = [], 0
-    if run:
-        yield run
 
 
 def first_of(sizes: Sequence[int], fraction: float) -> Iterator[bool]:

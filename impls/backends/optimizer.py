@@ -115,11 +115,19 @@ class Optimizer:
             for p in self.masters:
                 p.grad = torch.zeros_like(p)
         if with_moments:
-            for p in self.masters:
-                # torch's own default has counts of steps on the host
-                step = {} if foreach else {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-                moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-                self.adam.state[p] = {**step, **moments}
+            self.make_states()
+
+    def make_states(self) -> None:
+        """Allocate the states of the masters that have none."""
+        for p in self.masters:
+            if not self.adam.state[p]:
+                self.adam.state[p] = self.new_state(p)
+
+    def new_state(self, p: Tensor) -> dict[str, Tensor]:
+        """The moments of a master before its first update, and what else torch's optimizer keeps."""
+        # torch's own default has counts of steps on the host
+        step = {} if self.foreach else {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
+        return {**step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the steps from now on."""
@@ -244,19 +252,15 @@ class NarrowMoments(Optimizer):
     def __init__(
         self, parameters: Sequence[Tensor], precision: Precision, dtype: torch.dtype, **settings: Any
     ):
-        self.dtype, kept = dtype, settings.pop("with_moments")
-        super().__init__(parameters, precision, with_moments=False, **settings)
-        if kept:
-            self._make_moments()
+        self.dtype = dtype
+        super().__init__(parameters, precision, **settings)
 
-    def _make_moments(self) -> None:
-        for p in self.masters:
-            if not self.adam.state[p]:
-                self.adam.state[p] = {name: torch.zeros_like(p, dtype=self.dtype) for name in _MOMENTS}
+    def new_state(self, p: Tensor) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(p, dtype=self.dtype) for name in _MOMENTS}
 
     @torch.no_grad()
     def update(self) -> None:
-        self._make_moments()
+        self.make_states()
         self.updates += 1
         group = self.adam.param_groups[0]
         means, squares = ([self.adam.state[p][name] for p in self.masters] for name in _MOMENTS)
