@@ -171,7 +171,7 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, kv_heads: int, n: int
 
 @pytest.mark.slow
 def test_memory_of_keys_falls_with_their_heads() -> None:
-    """8 of 12 heads of keys and values fewer are, in bfloat16, 2 x 8 x 4 x 2 bytes a token and layer fewer."""
+    """8 fewer heads of keys and values are, in bfloat16, 2 x 8 x 4 x 2 bytes fewer a token and layer."""
     peaks = {}
     for kv_heads in (12, 4):
         for seq_len in (4096, 8192):

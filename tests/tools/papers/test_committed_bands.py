@@ -37,9 +37,7 @@ def test_they_are_what_the_committed_files_give(monkeypatch: pytest.MonkeyPatch)
     questions = (ROOT / "docs/questions.md").read_text()
     assert f"Times from datasheets only are {float(datasheet['median error'][:-1]):.0f}% off" in questions
     trained, oom = output.content["verdicts"]
-    assert (
-        f"says *no* for {oom['no']} of these runs, *tight* for {oom['tight']} and *fits* for one."
-        in document.TRUST_PAGE.read_text()
-    )
+    said = f"says *no* for {oom['no']} of these runs, *tight* for {oom['tight']} and *fits* for one."
+    assert said in document.TRUST_PAGE.read_text()
     assert (oom["fits"], trained["fits"] >= 0.85 * trained["runs"]) == (1, True)
     assert [_border_of(name) for name in ("zero1", "unwrapped")] == pytest.approx([0.9, 0.76], abs=5e-3)

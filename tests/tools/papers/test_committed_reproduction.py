@@ -98,12 +98,12 @@ def test_pages_say_how_near_times_tie_and_how_often_their_order_is_right() -> No
     numbers = [each.pairs for each in orders]
     assert f"Each column has {min(numbers)} to {max(numbers)} pairs" in trust
     inner = measure.ErrorModel.EDGES[1:-1]
-    edges = [f"{100 * low:.0f}–{high:.0%}" for low, high in pairwise(inner)]
+    edges = [f"{100 * low:.0f} to {high:.0%}" for low, high in pairwise(inner)]
     assert f"differ by | below {inner[0]:.0%} | {' | '.join(edges)} | more |" in trust
     assert f"| right order | {' | '.join(f'{each.right / each.pairs:.0%}' for each in orders)} |" in trust
     limits = {rates: packaged_model().tie(rates) - 1 for rates in packaged_model().of_ties}
     missing, narrower = limits.pop("substituted"), limits.values()
-    assert f"differ by less than {100 * min(narrower):.0f} to {max(narrower):.0%} tie" in advice
+    assert f"differ by less than a limit of {100 * min(narrower):.0f} to {max(narrower):.0%}" in advice
     assert f"If a rate is missing, the limit is {missing:.0%}." in advice
 
 
