@@ -84,20 +84,20 @@ N = 16
 _WIDER = {"heads": N, "hidden": 6 * N, "temporal": N}
 #: layers of a model of which few are traced, in tests
 LAYERS = 7
+_CAUSAL, _GQA, _BERT = "causal-transformer-tiny", "causal-transformer-tiny-gqa", "bert-tiny"
+#: strategies of packed documents, and others of causal attention
+_PACKED = ("dynamic_cp", "group_cast")
+_CHUNKED = ("all_gather_kv", "fpdt", "ring_attention", "plain_ring_attention", "ulysses", "upipe")
 #: the model that each strategy is traced on; the others run BERT
 _MODELS = {
     "lasp": "tnl-tiny",
     "lasp2": "tnl-tiny",
     "lasp2h": "linear-llama3-tiny-hybrid",
     "dsp": "st-dit-tiny",
-    "ulysses": "causal-transformer-tiny",
-    "ring_attention": "causal-transformer-tiny",
-    "all_gather_kv": "causal-transformer-tiny",
-    "fpdt": "causal-transformer-tiny",
-    "upipe": "causal-transformer-tiny",
-    "megatron_sp": "causal-transformer-tiny",
+    "gathered_latents": "indexer-tiny",
+    "megatron_sp": _CAUSAL,
+    **dict.fromkeys((*_CHUNKED, *_PACKED), _CAUSAL),
 }
-_CAUSAL, _GQA, _BERT = "causal-transformer-tiny", "causal-transformer-tiny-gqa", "bert-tiny"
 
 
 def cell(strategy: str, **changes: Any) -> Cell:
@@ -157,6 +157,7 @@ def staged(micro_batches: int = 17, **changes: Any) -> Cell:
 #: small cells of each strategy, backend and kind of step
 SMALL = {
     **{strategy: cell(strategy) for strategy in all_strategies()},
+    **{strategy: cell(strategy, model_options={"documents": [30, 2, 10, 6]}) for strategy in _PACKED},
     **{
         f"lasp under {backend}": cell("lasp", sizes={"dp": 2, "sp": 2}, training={"backend": backend})
         for backend in all_backends()

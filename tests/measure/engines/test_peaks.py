@@ -73,7 +73,7 @@ def test_real_ranks_are_as_virtual_ones(pool: RankPool, fields: dict[str, Any]) 
 
 
 _ITERATED = {"pipeline", "dropout and checkpointing", "two steps", "checkpoints on the host"}
-NAMES = SMALL.keys() - _ITERATED - {"fpdt"}
+NAMES = SMALL.keys() - _ITERATED - {"fpdt", "gathered_latents"}  # torch's tracker fails at frozen weights
 
 
 def unrounded_peak(log: MemoryLog) -> int:

@@ -97,9 +97,8 @@ def test_pages_say_how_near_times_tie_and_how_often_their_order_is_right() -> No
     orders = packaged_model().of_orders[measure.ErrorModel.ANY]
     numbers = [each.pairs for each in orders]
     assert f"Each column has {min(numbers)} to {max(numbers)} pairs" in trust
-    inner = measure.ErrorModel.EDGES[1:-1]
-    edges = [f"{100 * low:.0f} to {high:.0%}" for low, high in pairwise(inner)]
-    assert f"differ by | below {inner[0]:.0%} | {' | '.join(edges)} | more |" in trust
+    edges = [f"{100 * low:.0f} to {high:.0%}" for low, high in pairwise(measure.ErrorModel.EDGES[1:-1])]
+    assert f"differ by | below {measure.ErrorModel.EDGES[1]:.0%} | {' | '.join(edges)} | more |" in trust
     assert f"| right order | {' | '.join(f'{each.right / each.pairs:.0%}' for each in orders)} |" in trust
     limits = {rates: packaged_model().tie(rates) - 1 for rates in packaged_model().of_ties}
     missing, narrower = limits.pop("substituted"), limits.values()
