@@ -141,14 +141,14 @@ def softmax_results(
     scores = scores.transpose(1, 2).contiguous().transpose(1, 2)  # rows of a head are not adjacent
     hidden = torch.arange(SHAPE[3]).expand(SHAPE[0], 1, 1, -1) % 3 == 0
     mask = hidden if masked else None
-    plain = softmax._in_steps(scores.double(), mask, SCALE, causal).to(precision)
+    plain = softmax._masked_softmax.kernel(scores.double(), mask, SCALE, causal).to(precision)
     if operator == "forward":
         return (
             softmax_triton.masked_softmax(scores, mask, SCALE, causal, softmax.MASKED_SCORE)
             if by_kernel
             else plain
         )
-    run = softmax_triton.masked_softmax_backward_ if by_kernel else softmax._gradient_in_steps
+    run = softmax_triton.masked_softmax_backward_ if by_kernel else softmax._masked_softmax_backward_.kernel
     run(gradient, plain.contiguous(), SCALE)
     return gradient
 
@@ -258,7 +258,7 @@ def difference(bits: int, device: str) -> float:
     wide = torch.rand(rows if bits == 8 else ceil(blocks / 256), generator=generator) + 0.5
     narrow = torch.randint(0, 256, (0 if bits == 8 else blocks,), generator=generator).to(torch.uint8)
     scales = torch.cat((wide.view(torch.uint8), narrow))
-    exact = packed_weights._unpacked(packed, scales, bits).double()
+    exact = packed_weights.unpack_weight.kernel(packed, scales, bits).double()
     if device == "cuda":
         ours = packed_weights.unpack_weight(packed.cuda(), scales.cuda(), bits).cpu()
     else:

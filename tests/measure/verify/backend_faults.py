@@ -226,9 +226,9 @@ UpdatedFromTheNextElement = planted(Megatron, step=_main_one_element_further)
 TiedEmbeddingNotSummed = planted(Megatron, synchronize=lambda self, honest: self.gradients.finish())
 # the norm counts no experts (Megatron-LM #5916), or all that several ranks hold as often as they hold it
 NormWithoutExperts = planted(
-    Megatron, _share=lambda self, honest, main: 0.0 if is_expert(main.parameter) else honest(main)
+    Megatron, _shares=lambda _, honest, m: [(n, s * (not is_expert(m.parameter))) for n, s in honest(m)]
 )
-NormOfEveryCopy = planted(Megatron, _share=lambda self, honest, main: 1.0)
+NormOfEveryCopy = planted(Megatron, _shares=lambda _, honest, main: [(n, 1.0) for n, share in honest(main)])
 NormOfOneRank = planted(Megatron, step=patching(megatron_options, all_reduce=_nothing))
 FlagIgnored = planted(MainGradients, _arrived=_added_again)
 
