@@ -163,7 +163,7 @@ def test_what_is_not_run_names_cells_that_there_are(tmp_path: Path) -> None:
         needs_a_file = any(word.endswith((".yaml", ".py")) for word in arguments)
         if block.when == "not run" and arguments[0] == "run" and not needs_a_file:
             lines[" ".join(["spbench", *arguments, "--dry-run"])] = block
-    assert len(lines) > 10
+    assert len(lines) > 5
     for line, block in lines.items():
         code, _, err = reader.run(line)
         assert code == 0, f"{block}: {err}"
