@@ -166,7 +166,7 @@ class Shard:
         return shape
 
     def replicated(self, local: torch.Size) -> tuple[int, int]:
-        """(How many of the part's last elements, in how many of the other parts too, this part included)."""
+        """How many of the part's last elements other parts hold too, and how many parts hold them."""
         return 0, 1
 
 

@@ -241,8 +241,10 @@ class ClippedGradients:
         Args:
             scale: the loss scale by which gradients are still multiplied; None: gradients are not scaled.
         """
-        runs = zip(gradients, self.runs, strict=True)
-        alike = [part for gradient, of_one in runs for part in gradient.view(-1).split(of_one)]
+        alike: list[Tensor] = []
+        for gradient, runs in zip(gradients, self.runs, strict=True):
+            # a gradient of one run stays whole, because a split costs the host time
+            alike += gradient.view(-1).split(runs) if len(runs) > 1 else [gradient]
         squares = sum_of_squares(alike, self.shares)
         for group in self.groups:
             all_reduce(squares, group)

@@ -239,7 +239,7 @@ def _in_steps(
             flop_s, byte_s = fit.coefficients
             note = f"matmuls inside training steps; {_off(fit)}"
             rates[precision] = measure.MatmulRate(
-                share=_sourced(1 / (flop_s * peak.value), source, note),
+                share=_sourced(min(1 / (flop_s * peak.value), 1.0), source, note),
                 bandwidth_bytes_per_s=_sourced(1 / byte_s if byte_s else None, source, note),
             )
     return rates or None
