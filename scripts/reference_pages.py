@@ -108,7 +108,7 @@ def _number(sourced: Any, scale: float, unit: str) -> str:
 def _cluster(name: str, cluster: Cluster) -> list[str]:
     device, about = cluster.device, without_own_rates(cluster)
     link, net = cluster.node_link, cluster.network
-    peak = device.peak_flops_per_s.get("bf16") or device.peak_flops_per_s.get("fp16")
+    peak = device.peak_flops_per_s.get("fp16") or device.peak_flops_per_s.get("bf16")
     return [
         f"`{name}`",
         f"{cluster.devices_per_node} x {device.name}",

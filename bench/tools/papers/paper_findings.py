@@ -286,7 +286,7 @@ def counts(verdict: PaperVerdict) -> str:
     if (middle := verdict.median) is not None:
         text += f". The median error is {percent(middle)}, the worst {percent(max(verdict.errors), 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
-        text += f". These errors exclude formulas of bytes; the worst formula is {percent(worst, 0)} off"
+        text += f". Errors exclude formulas of bytes; the worst formula is {percent(worst, 0)} off"
     return text
 
 

@@ -133,7 +133,7 @@ def test_the_sentence_leaves_no_worst_error_out() -> None:
     """Closed forms have no part in the median, but are named where they are off."""
     lines = [record("a"), record("f@1", role="formula"), record("f@2", 8.0, role="formula")]
     off = frame_of(lines)
-    differ = "These errors exclude formulas of bytes; the worst formula is 800% off"
+    differ = "Errors exclude formulas of bytes; the worst formula is 800% off"
     text = f"1 of 2 numbers are met. The median error is 0.0%, the worst 0%. {differ}"
     assert counts(verdict_on(off)) == text
     assert counts(verdict_on(off[2:])) == f"0 of 1 numbers are met. {differ}"
