@@ -26,7 +26,7 @@ from spbench.plots.style import (
 
 _CURVE_INCHES, _DEVIATION_INCHES = 1.9, 1.1
 _NAMES = {
-    "mlm": "Masked language modelling loss",
+    "mlm": "Masked-token loss",
     "order": "Sentence-order loss",
     "language": "Next-token loss",
 }

@@ -201,7 +201,7 @@ def flat(row: Row) -> dict[str, Any]:
     unknown = unmetered or cell.get("strategy") == OWN_STEP
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
-        "world_size": math.prod(impls.whole_mesh(sizes).values()),
+        "world_size": math.prod(n for axis, n in sizes.items() if axis not in impls.FOLDED_AXES),
         "mesh": impls.spelled({axis: sizes.get(axis, 1) for axis in impls.union(axes, sizes)}),
         **{
             name: cell.get(name) for name in ("batch", "seq_len", "precision", "cluster", "engine", "variant")

@@ -104,4 +104,4 @@ def test_the_commands_start(tmp_path: Path) -> None:
     )
     done = job.run("--help")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Run the cells of SCENARIO, beside what was published.") == 1
+    assert done.stdout.count("Run the cells of SCENARIO, and compare with published numbers.") == 1

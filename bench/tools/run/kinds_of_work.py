@@ -157,9 +157,8 @@ def _attention_words(rate: measure.AttentionRate) -> str:
     """The rate as text, such as "195 TFLOP/s / (1 + 530 / length), head 128, causal"."""
     curve = f" / (1 + {rate.half_length.value:g} / length)" if rate.half_length.value else ""
     limit = (rate.limit_flops_per_s.value or 0.0) / 1e12
-    values = f" (values {rate.value_head_size})" if rate.value_head_size else ""
-    words = [f"{limit:.4g} TFLOP/s{curve}", f"head {rate.head_size}{values}", rate.mask, rate.direction]
-    return ", ".join(filter(None, words))
+    head = f"head {rate.head_size}" + (f" (v {rate.value_head_size})" if rate.value_head_size else "")
+    return f"{limit:.4g} TFLOP/s{curve}, {head}, {rate.mask} {rate.direction or ''}".rstrip()
 
 
 def _kernels(cluster: measure.Cluster) -> Iterator[KindOfWork]:
@@ -170,7 +169,7 @@ def _kernels(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     for work, table in ("memory, by operator", device.operators), ("steps of recurrences", device.scans):
         if table:
             sizes, first = sum(len(times.value or ()) for times in table.values()), next(iter(table.values()))
-            figure = f"{len(table)} operators by what they took at {sizes} sizes{_substitute(first)}"
+            figure = f"{len(table)} operators by times at {sizes} sizes{_substitute(first)}"
             yield KindOfWork(work, figure, first.source)
     floor = device.launch_overhead_s if device.kernel_floor_s.value is None else device.kernel_floor_s
     yield _of("launch of a kernel", floor, shown_time, "it takes no time")
@@ -188,7 +187,8 @@ def _host(cluster: measure.Cluster) -> Iterator[KindOfWork]:
     for name, words in read_yaml(Path(__file__).with_name("tables.yaml"))["host"].items():
         yield _of(f"host, {words}", getattr(host, name), shown_time, "it takes no time")
     yield _of("host, launches ahead", host.launches_ahead, "{:g}", "as many as there are")
-    yield _of("host, scale of its times", host.scale, "{:.3g}", "1")
+    if host.scale.value not in (None, 1):
+        yield _of("host, scale of its times", host.scale, "{:.3g}", "1")
 
 
 def _host_memory(cluster: measure.Cluster) -> Iterator[KindOfWork]:

@@ -60,9 +60,7 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
         [
             f"{cluster.name}: {cluster.about}",
             f"{cluster.device.name}, {memory}; {node}",
-            Table(
-                "", marked, COLUMNS, ("figure",), {i: GAP for i, kind in enumerate(kinds) if not kind.known}
-            ),
+            Table("", marked, COLUMNS, ("figure",), {i: GAP for i, of in enumerate(kinds) if not of.known}),
         ],
         {"cluster": cluster.model_dump(mode="json"), "kinds_of_work": lines, "gaps": gaps},
         lines,

@@ -12,6 +12,7 @@ from typing import Any
 from spbench import impls
 from spbench.bench import measure
 from spbench.bench.command_line.output import Table
+from spbench.bench.errors import listed
 from spbench.bench.units import three_digits
 from spbench.bench.yaml_files import read_yaml
 from spbench.plots.series import grouped
@@ -146,12 +147,12 @@ def _owners(models: Sequence[impls.Published]) -> Iterator[dict[str, Any]]:
     """A line for each owner of models: the number of names, the range of parameters, and the families."""
     owners = grouped(models, lambda model: model.name.partition("/")[0])
     for owner, own in sorted(owners.items(), key=lambda item: item[0].lower()):
-        families = dict.fromkeys(_MEMBER.sub("", model.name.partition("/")[2]) for model in own)
+        families = {(name := _MEMBER.sub("", model.name.partition("/")[2])).lower(): name for model in own}
         yield {
             "owner": owner,
             "names": len(own),
             "parameters": _range(own),
-            "families": ", ".join(sorted(families)),
+            "families": listed(sorted(families.values()), 4),
         }
 
 

@@ -2,6 +2,7 @@
 with --dry-run the cells that would run."""
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -30,6 +31,8 @@ _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
 _TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: the most cells of a status that a note names
 _NAMED = 3
+#: a number of a reason, and no number in a name, such as zero3
+_NUMBER = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?")
 
 
 def run(
@@ -60,15 +63,14 @@ def run(
         message(f"spbench: warning: {loaded.path}: {remark}")
     narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
     folder = output or Path("results", "runs", loaded.name)
-    if dry_run:
-        return planned(loaded, narrowing, folder, fresh or plain_trace)
     fresh = fresh or plain_trace
+    if dry_run:
+        return planned(loaded, narrowing, folder, fresh)
     with (
         measure.only_plain_traces() if plain_trace else nullcontext(),
         measure.executor_at(executor) as there,
     ):
-        options = jobs, fresh, None, there, timeout, unverified
-        ran = run_cells(loaded, narrowing, folder, *options)
+        ran = run_cells(loaded, narrowing, folder, jobs, fresh, None, there, timeout, unverified)
     comparisons, compared = set_beside(loaded, ran) if loaded.has_answers else ([], [])
     drawn, figure_failed = draw_figure(loaded, ran, comparisons, folder)
     outcome = results(loaded, ran.rows, comparisons, [ran.path, *compared, *drawn], memory)
@@ -129,8 +131,9 @@ def results(
         "comparison": [dataclasses.asdict(entry) for entry in comparisons],
         "files": [str(path) for path in files],
     }
-    notes = [*verdict(rows, comparisons)]
-    return Output(sections, finite(content), flat_rows(rows), notes=notes, files=files)
+    return Output(
+        sections, finite(content), flat_rows(rows), notes=[*verdict(rows, comparisons)], files=files
+    )
 
 
 def _share(step_s: float | None, *parts: float | None) -> float | None:
@@ -159,15 +162,11 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         for row, entry, option in zip(rows, flat_rows(rows), options, strict=True)
     ]
     shared = {name: entries[0][name] for name in _SHARED if len({entry[name] for entry in entries}) == 1}
-    by_gpus, by_mesh = (
-        {(entry["model"], entry["strategy"], entry[name]) for entry in entries}
-        for name in ("world_size", "mesh")
-    )
-    split = len(by_mesh) > len(by_gpus)
+    by_gpus, by_mesh = ({(e["model"], e["strategy"], e[n]) for e in entries} for n in ("world_size", "mesh"))
     names = dict.fromkeys(name for entry in entries for name in entry if name != "last_step")
     heads = {n: (f"error {n.removeprefix('error_')}", "{:.1e}") for n in names if n.startswith("error_")}
     heads |= {n: (f"last {n.removeprefix('last_')} loss", "{:.6f}") for n in names if n.startswith("last_")}
-    unshown = dict.fromkeys([*shared, *([] if split else ["mesh", "communication"])])
+    unshown = dict.fromkeys([*shared, *([] if len(by_mesh) > len(by_gpus) else ["mesh", "communication"])])
     lines = [
         {
             **_TABLES.record("row", {**entry, **unshown}, share=_share, by_axis=_sent_by_axis, mark=TIE),
@@ -221,14 +220,13 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[
     if published := [entry for entry in comparisons if entry.quantity != "sent_bytes"]:
         yield f"published numbers: {errors_by_role(frame_of(published))}"
     for status in (*FAULTS, "oom"):
-        keys = [row.key.split("/") for row in rows if row.status == status]
-        named = list(dict.fromkeys(" ".join(parts[:3]) for parts in keys))  # model, strategy and mesh
-        if named:
-            yield f"{status}: {listed(named, _NAMED, '; ')}"
+        # model, strategy and mesh
+        if named := dict.fromkeys(" ".join(row.key.split("/")[:3]) for row in rows if row.status == status):
+            yield f"{status}: {listed([*named], _NAMED, '; ')}"
     yield from _tight(rows)
-    counts = Counter(row.status for row in rows)
+    counts = Counter(row.status for row in rows).most_common()
     cells = f"{len(rows)} cell{'' if len(rows) == 1 else 's'}"
-    yield f"{cells}: {', '.join(f'{count} {status}' for status, count in counts.most_common())}"
+    yield f"{cells}: {', '.join(f'{count} {status}' for status, count in counts)}"
 
 
 def _fits(row: Row) -> tuple[str | None, str | None]:
@@ -237,8 +235,11 @@ def _fits(row: Row) -> tuple[str | None, str | None]:
 
 
 def _tight(rows: Sequence[Row]) -> Iterator[str]:
-    """A note for each reason why cells that fit may not fit on a real card, with the first such cells."""
+    """A note for each kind of reason why cells that fit may not fit on a real card, with the first such cells
+    and with the range of each number in which the cells' reasons differ."""
     verdicts = ((_fits(row), "/".join(row.key.split("/")[:5])) for row in rows)
-    tight = [(reason, cell) for (word, reason), cell in verdicts if word == "tight"]
-    for reason, of in grouped(tight, lambda each: each[0]).items():
-        yield f"tight: {listed([cell for _, cell in of], _NAMED, '; ')}: {reason}"
+    tight = [(reason or "", cell) for (word, reason), cell in verdicts if word == "tight"]
+    for kind, of in grouped(tight, lambda each: _NUMBER.sub("{}", each[0])).items():
+        numbers = zip(*(_NUMBER.findall(reason) for reason, _ in of), strict=True)
+        spans = (" to ".join(dict.fromkeys((min(each, key=float), max(each, key=float)))) for each in numbers)
+        yield f"tight: {listed([cell for _, cell in of], 2, '; ')}: {kind.format(*spans)}"

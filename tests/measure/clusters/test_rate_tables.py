@@ -249,7 +249,7 @@ def test_rates_by_kind_of_work_in_words() -> None:
     words = found(on)
     assert words["matmuls, bf16"] == "0.8 of 300 TFLOP/s, and 3000 GB/s of operands"
     assert words["attention, triton, the default"] == "200 TFLOP/s / (1 + 300 / length), head 64, whole"
-    assert words["attention, cudnn"] == "200 TFLOP/s / (1 + 300 / length), head 64, whole, forward"
+    assert words["attention, cudnn"] == "200 TFLOP/s / (1 + 300 / length), head 64, whole forward"
     assert words["attention, other kernels"] == "not known: it counts as matmuls"
     assert words["computing beside a collective"] == "loses 0.25 s a second"
     assert {kind.source for kind in kinds_of_work(on) if kind.work.startswith("matmul")} == {"made up: twice"}
@@ -304,4 +304,4 @@ def test_null_takes_the_collectives_of_an_extended_file_away() -> None:
 def test_operators_are_counted() -> None:
     times = {"value": [[100.0, 5.0], [200.0, 7.0]], "source": "made up"}
     on = cluster_of(operators={"gelu": times, "add": times})
-    assert found(on)["memory, by operator"] == "2 operators by what they took at 4 sizes"
+    assert found(on)["memory, by operator"] == "2 operators by times at 4 sizes"

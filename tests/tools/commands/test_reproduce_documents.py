@@ -14,7 +14,7 @@ import pytest
 
 from spbench.bench.command_line.scenario_run import RanScenario
 from spbench.bench.measure.scenarios.select import Narrowing
-from spbench.bench.tools.papers import reproduction
+from spbench.bench.tools.papers import reproduction, reproductions
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import Comparison, as_lines, read_comparisons, read_records
 from spbench.bench.tools.papers.document import rendered_documents
@@ -144,10 +144,10 @@ def compared(name: str, quantity: str, source: str) -> Comparison:
 def made(asked: list[tuple[Any, ...]]) -> Any:
     """In place of running cells: one row, and what was asked."""
 
-    def run_cells(scenario: Any, narrowing: Narrowing, folder: Path, *rest: Any) -> RanScenario:
+    def run_cells(scenario: Any, narrowing: Narrowing, folder: Path, *rest: Any, **watch: Any) -> RanScenario:
         asked.append((scenario.name, narrowing.clusters, folder))
         row = {"key": scenario.name, "status": "ok", "measurement": {"step_time_s": 1.0, **RESTS}}
-        return RanScenario([row], [], {"": row}, folder)
+        return RanScenario([row], [], {scenario.name: row}, folder)
 
     return run_cells
 
@@ -165,7 +165,7 @@ def test_scenarios_run_on_the_clusters_of_their_names(
     monkeypatch.setattr(reproduction, "run_cells", made(asked))
     quantities = ("step_time_ms", "memory_gb")
     published = [compared("usp", each, f"usp_end_to_end.csv:1:{each}") for each in quantities]
-    monkeypatch.setattr(reproduction, "set_beside", lambda scenario, ran: (published, []))
+    monkeypatch.setattr(reproductions, "set_beside", lambda scenario, ran: (published, []))
     cluster = RESULTS / "datasheets" / "usp.yaml"
     cluster.parent.mkdir(parents=True)
     cluster.write_text("extends: dgx-a100\n")
@@ -189,10 +189,10 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
     (RESULTS / "bands.json").unlink()
     page, classes = RESULTS / "times.md", Path("docs/trust.md")
     classes.parent.mkdir()
-    for path, *parts in ((page, "times"), (classes, "classes", "left-out")):
-        path.write_text(
-            "".join(f"a\n<!-- spbench reproduce bands: {part} -->\n<!-- end -->\nb\n" for part in parts)
-        )
+    first = Path("REPRODUCE.md"), "certainty"
+    for path, *parts in ((page, "times"), (classes, "classes", "left-out"), first):
+        texts = (f"a\n<!-- spbench reproduce bands: {part} -->\n<!-- end -->\nb\n" for part in parts)
+        path.write_text("".join(texts))
     assert reproduce("bands", "--write")[0] == 0
     assert json.loads(Path("bench/measure/trust/bands.json").read_text())["strategies"] == [
         "",
