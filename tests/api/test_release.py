@@ -2,7 +2,6 @@
 Every text file is read and written in UTF-8, whatever the locale: Python's default is the locale's."""
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
@@ -104,7 +103,7 @@ def test_a_wheel_has_every_table_of_a_room() -> None:
 
 
 release = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("build", "twine", "setuptools", "pip")),
+    any(not [*metadata.distributions(name=name)] for name in ("build", "twine", "setuptools", "pip")),
     reason="needs the extra release, pip and setuptools, as nothing is downloaded",
 )
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import setuptools  # noqa: F401 (torch's compiler imports it, which fails after the standard library's distutils)
 import torch
 from torch import Tensor
 
