@@ -144,7 +144,7 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owners(models: Sequence[impls.Published]) -> Iterator[dict[str, Any]]:
-    """A line for each owner of models: the number of names, the range of parameters, and the families."""
+    """A line for each owner of models: the number of names, the range of parameters, and four families."""
     owners = grouped(models, lambda model: model.name.partition("/")[0])
     for owner, own in sorted(owners.items(), key=lambda item: item[0].lower()):
         families = {(name := _MEMBER.sub("", model.name.partition("/")[2])).lower(): name for model in own}

@@ -242,4 +242,4 @@ def _tight(rows: Sequence[Row]) -> Iterator[str]:
     for kind, of in grouped(tight, lambda each: _NUMBER.sub("{}", each[0])).items():
         numbers = zip(*(_NUMBER.findall(reason) for reason, _ in of), strict=True)
         spans = (" to ".join(dict.fromkeys((min(each, key=float), max(each, key=float)))) for each in numbers)
-        yield f"tight: {listed([cell for _, cell in of], 2, '; ')}: {kind.format(*spans)}"
+        yield f"tight: {listed([cell for _, cell in of], _NAMED, '; ')}: {kind.format(*spans)}"

@@ -276,14 +276,14 @@ def test_a_run_ends_with_what_is_not_ok_and_the_counts() -> None:
 
 
 def test_a_run_names_cells_that_are_tight() -> None:
-    def full(*returned: int) -> dict[str, Any]:
-        steps = [
-            {"step": at, "returned_bytes": n, "reserved_memory_bytes": 1} for at, n in enumerate(returned)
-        ]
+    def full(*given: int) -> dict[str, Any]:
+        steps = [{"step": at, "returned_bytes": n, "reserved_memory_bytes": 1} for at, n in enumerate(given)]
         return simulated(by_class=steps, usable_memory_bytes=2**40)
 
     note, _ = verdict([full(0, 2**30, 2**31)], [])
     assert note.startswith("tight: bert-tiny/single/1/b2/L8: PyTorch gives 2.00 GiB of segments back")
+    note, _ = verdict([full(0, 0, 2**31), full(0, 0, 2**30)], [])
+    assert "PyTorch gives 1.00 to 2.00 GiB of segments back" in note
     assert len([*verdict([full(2**30, 0, 0), ended("single", "ok")], [])]) == 1
 
 
