@@ -1,5 +1,4 @@
-"""The output of `spbench run`: the measurements of cells, comparisons with published numbers, and a verdict;
-with --dry-run the cells that would run."""
+"""The output of `spbench run`: measurements, comparisons with published numbers, a verdict; or a dry run."""
 
 import dataclasses
 import re
@@ -31,6 +30,7 @@ _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
 _TABLES = RecordForms(Path(__file__).with_name("tables.yaml"))
 #: the most cells of a status that a note names
 _NAMED = 3
+_SEARCHED = "a search ends where the card is full, so a real card may hold less"
 #: a number of a reason, and no number in a name, such as zero3
 _NUMBER = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?")
 
@@ -192,13 +192,11 @@ def _engine(row: Row, entry: Entry) -> dict[str, Any]:
 def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int, str]:
     """For each unsupported cell's index, the text that a terminal shows instead of the row: the reason, and
     the strategies that share the reason."""
-    sharing: dict[str, dict[str, None]] = {}
-    for index, reason in reasons.items():
-        names = sharing.setdefault(reason, {})
-        if not reason.startswith(f"{cells[index].strategy} "):
-            names[cells[index].strategy] = None
-    texts = {reason: f" ({', '.join(names)})" if names else "" for reason, names in sharing.items()}
-    return {index: f"unsupported: {reason}{texts[reason]}" for index, reason in reasons.items()}
+    texts: dict[int, str] = {}
+    for reason, of in grouped(reasons, reasons.__getitem__).items():
+        named = {cells[at].strategy: None for at in of if not reason.startswith(f"{cells[at].strategy} ")}
+        texts |= dict.fromkeys(of, f"unsupported: {reason}" + (f" ({', '.join(named)})" if named else ""))
+    return texts
 
 
 def _options(cells: Sequence[Cell]) -> list[str]:
@@ -224,9 +222,8 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[
         if named := dict.fromkeys(" ".join(row.key.split("/")[:3]) for row in rows if row.status == status):
             yield f"{status}: {listed([*named], _NAMED, '; ')}"
     yield from _tight(rows)
-    counts = Counter(row.status for row in rows).most_common()
-    cells = f"{len(rows)} cell{'' if len(rows) == 1 else 's'}"
-    yield f"{cells}: {', '.join(f'{count} {status}' for status, count in counts)}"
+    counts = [f"{count} {status}" for status, count in Counter(row.status for row in rows).most_common()]
+    yield f"{len(rows)} cell{'' if len(rows) == 1 else 's'}: {', '.join(counts)}"
 
 
 def _fits(row: Row) -> tuple[str | None, str | None]:
@@ -236,9 +233,12 @@ def _fits(row: Row) -> tuple[str | None, str | None]:
 
 def _tight(rows: Sequence[Row]) -> Iterator[str]:
     """A note for each kind of reason why cells that fit may not fit on a real card, with the first such cells
-    and with the range of each number in which the cells' reasons differ."""
-    verdicts = ((_fits(row), "/".join(row.key.split("/")[:5])) for row in rows)
-    tight = [(reason or "", cell) for (word, reason), cell in verdicts if word == "tight"]
+    and with the range of each number in which the cells' reasons differ. A search is tight by nature."""
+    tight = [
+        (_SEARCHED if row.cell.get("search") else reason, "/".join(row.key.split("/")[:5]))
+        for row, (word, reason) in zip(rows, map(_fits, rows), strict=True)
+        if word == "tight" and reason
+    ]
     for kind, of in grouped(tight, lambda each: _NUMBER.sub("{}", each[0])).items():
         numbers = zip(*(_NUMBER.findall(reason) for reason, _ in of), strict=True)
         spans = (" to ".join(dict.fromkeys((min(each, key=float), max(each, key=float)))) for each in numbers)

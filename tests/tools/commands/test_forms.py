@@ -253,8 +253,7 @@ def test_the_closed_form_is_shown_where_it_differs(formula: float, shown: str | 
 )
 def test_what_is_small_has_two_digits(nbytes: float, shown: str) -> None:
     found = simulated(peak_memory_bytes=nbytes, communication=[{"sent_bytes": nbytes, "axis": "sp"}])
-    (line,) = result_table("Bytes", [found]).lines
-    assert line["peak GiB"] == shown
+    assert result_table("Bytes", [found]).lines[0]["peak GiB"] == shown
 
 
 def ended(strategy: str, status: Any, reason: str = "") -> dict[str, Any]:
@@ -280,10 +279,11 @@ def test_a_run_names_cells_that_are_tight() -> None:
         steps = [{"step": at, "returned_bytes": n, "reserved_memory_bytes": 1} for at, n in enumerate(given)]
         return simulated(by_class=steps, usable_memory_bytes=2**40)
 
-    note, _ = verdict([full(0, 2**30, 2**31)], [])
-    assert note.startswith("tight: bert-tiny/single/1/b2/L8: PyTorch gives 2.00 GiB of segments back")
-    note, _ = verdict([full(0, 0, 2**31), full(0, 0, 2**30)], [])
-    assert "PyTorch gives 1.00 to 2.00 GiB of segments back" in note
+    rows = [full(0, 2**30, 2**31), full(0, 0, 2**30)]
+    assert "L8: PyTorch gives 2.00 GiB of segments back" in next(verdict(rows[:1], []))
+    assert "PyTorch gives 1.00 to 2.00 GiB" in next(verdict(rows, []))
+    rows[0].cell["search"] = {"quantity": "seq_len", "step": 4, "limit": 8}
+    assert "L8: a search ends where the card is full" in next(verdict(rows, []))
     assert len([*verdict([full(2**30, 0, 0), ended("single", "ok")], [])]) == 1
 
 
