@@ -45,7 +45,7 @@ def ranks_for(strategy: type[Strategy], model: Model, numbers: tuple[int, ...] =
 
 def refused(strategy: str, model: str) -> set[int]:
     """The refused numbers of ranks: 3 neither divide 4 heads of keys and values nor are a multiple."""
-    of_keys = model.endswith(("-gqa", "mamba2-tiny", "hybrid-tiny", "kda-tiny", "kimi-linear-tiny"))
+    of_keys = model.endswith(("-gqa", "moe-tiny", "mamba2-tiny", "hybrid-tiny", "kda-tiny", "linear-tiny"))
     return {3} if strategies()[strategy].splits_features and of_keys else set()
 
 
