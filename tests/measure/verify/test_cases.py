@@ -104,13 +104,13 @@ def test_what_a_strategy_cannot_run_is_a_row(pool: RankPool) -> None:
 @pytest.mark.parametrize("model", TINY)
 @pytest.mark.parametrize("strategy", strategies())
 def test_all_parts_in_float64(pool: RankPool, strategy: str, model: str) -> None:
-    """Also the parts alone, which name what is wrong, and all variants."""
+    """All variants, and parts alone, which name what is wrong; one rank may run what several cannot."""
     sizes = {1, 2, 3, 4}
     rows = list(verify_cases([strategy], [model], sorted(sizes), ["fp64"], pool=pool))
     assert [row for row in rows if row.status == "RED"] == []
     sizes_as_preset = {row.size for row in rows if row.status == "green" and not row.variant}
     can = (strategies()[strategy], model) in CAN_RUN
-    assert sizes_as_preset == (sizes - refused(strategy, model) if can else sizes & {1})
+    assert sizes_as_preset == sizes - refused(strategy, model) if can else sizes_as_preset <= {1}
 
 
 def test_each_model_and_each_strategy_is_in_some_pair() -> None:
