@@ -41,6 +41,7 @@ OtherKind = Literal[
     "shared_by_heads",
     "feature_norm",
     "given_heads",
+    "rows_before",
     "linear_out",
     "experts",
     "vocabulary_logits",

@@ -1,5 +1,5 @@
 """Attention of each query to a few chosen keys: DeepSeek Sparse Attention (DeepSeek-V3.2, arXiv 2512.02556,
-section 2.1), as operators.
+section 2.1) and DeepSeek-V4's attention to blocks, as operators.
 
 An indexer with J small heads scores each key s for each query t, and a query attends to its K best keys:
 
@@ -11,13 +11,18 @@ chosen keys, which are rows of the latent of keys and values (FlashMLA's sparse 
 sparse_mla_bwd). Of two equal scores the earlier position is chosen; a query that sees fewer than K keys has
 -1 in the remaining places.
 
+In DeepSeek-V4 a key stands for a block of m positions, which a query sees from the block's last position on.
+Each query also attends to the W positions up to its own, and each head has a sink
+(:mod:`spbench.impls.kernels.sinks`). The rows of positions and blocks lie in one tensor, as in DeepSeek's own
+sparse_attn.
+
 Shape letters: B batch, M queries, L keys, Z heads; J heads of the indexer with D features each; F features
 of a row, of which the first C are the value; K chosen keys. Sums are in float32, or float64 for float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +33,7 @@ from spbench.impls.attended import Attended
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.flash_attention import operator
 from spbench.impls.kernels.kept_results import kept
+from spbench.impls.kernels.sinks import join_sinks, sinks_gradient
 
 #: "chosen": only the chosen rows are read; "masked": all scores are in memory, the indexer's for each of its
 #: heads too, and a mask hides the rows that are not chosen (transformers' eager attention)
@@ -59,6 +65,7 @@ class Choice(NamedTuple):
         values: C.
         scale: the factor of attention's scores.
         attended: the positions that a query may see.
+        block: m, the positions for which a key stands.
     """
 
     most: int
@@ -67,6 +74,15 @@ class Choice(NamedTuple):
     values: int
     scale: float
     attended: Attended
+    block: int = 1
+
+
+class Near(NamedTuple):
+    """What queries attend to besides chosen rows: the rows [B, W - 1 + M, F] of the W - 1 positions before a
+    rank's own M and of these, and the heads' sinks [Z]."""
+
+    rows: Tensor
+    sinks: Tensor
 
 
 def _hidden(bounds: Tensor, keys: int) -> Tensor:
@@ -201,25 +217,40 @@ def _backward_flops(d_o: Shape, q: Shape, rows: Shape, chosen: Shape, *_: Any, *
     return 2 * q[0] * q[1] * q[2] * chosen[2] * (3 * q[3] + 2 * d_o[3])
 
 
+def _by_head(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Views [B, Z, M, ...] of tensors [B, M, Z, ...]."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, rows: Tensor, chosen: Tensor, scale: float, values: int) -> Tensor:
-        o, lse = kept(lambda: sparse_attention(q, rows, chosen, scale, values))
-        ctx.save_for_backward(q, rows, chosen, o, lse)
+    def forward(
+        ctx: Any, q: Tensor, rows: Tensor, chosen: Tensor, scale: float, values: int, sinks: Tensor | None
+    ) -> Tensor:
+        def attended() -> tuple[Tensor, Tensor]:
+            o, lse = sparse_attention(q, rows, chosen, scale, values)
+            return o, lse if sinks is None else join_sinks(*_by_head(o, lse), sinks).transpose(1, 2)
+
+        o, lse = kept(attended)
+        ctx.save_for_backward(q, rows, chosen, o, lse, sinks)
         ctx.sizes = scale, values
         result: Tensor = o
         return result
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        q, rows, *others = ctx.saved_tensors
-        d_q, d_rows = sparse_attention_backward(d_o.contiguous(), q, rows, *others, *ctx.sizes)
-        return d_q, d_rows.to(rows.dtype), None, None, None
+        *others, o, lse, sinks = ctx.saved_tensors
+        d_sinks = None if sinks is None else sinks_gradient(*_by_head(d_o, o, lse), sinks)
+        d_q, d_rows = sparse_attention_backward(d_o.contiguous(), *others, o, lse.contiguous(), *ctx.sizes)
+        return d_q, d_rows.to(others[1].dtype), None, None, None, d_sinks
 
 
-def seen_bounds(attended: Attended, first: int, count: int, device: torch.device) -> Tensor:
-    """The first and the last key [count, 2] that the queries at ``first``, ``first`` + 1, ... see."""
+def seen_bounds(attended: Attended, first: int, count: int, device: torch.device, block: int = 1) -> Tensor:
+    """The first and the last key [count, 2] that the queries at ``first``, ``first`` + 1, ... see, where a
+    key stands for ``block`` positions; a last key of -1: the query sees none."""
     last = torch.arange(first, first + count, device=device)
+    if block > 1:
+        last = (last + 1) // block - 1
     starts = torch.zeros_like(last)
     if attended.documents:
         ends = torch.tensor(attended.ends, device=device)
@@ -233,7 +264,7 @@ def chosen_positions(index: Index, how: Choice, first: int = 0) -> Tensor:
     """The positions [B, M, min(K, L)] in int32 of the keys that queries at ``first``, ``first`` + 1, ...
     choose of index keys [B, L, D], whose order is that of positions."""
     (queries, keys, weights), length = index, index.queries.shape[1]
-    bounds = seen_bounds(how.attended, first, length, keys.device)
+    bounds = seen_bounds(how.attended, first, length, keys.device, how.block)
     count = min(how.most, keys.shape[1])
     if how.way == "masked":
         precise = state_dtype(queries.dtype)
@@ -249,17 +280,52 @@ def chosen_positions(index: Index, how: Choice, first: int = 0) -> Tensor:
     return positions[0] if len(positions) == 1 else torch.cat(positions, 1)
 
 
-def attention_to_chosen(q: Tensor, rows: Tensor, index: Index, how: Choice, first: int = 0) -> Tensor:
+def _places(
+    q: Tensor, rows: Tensor | None, index: Index | None, how: Choice, first: int, near: Near | None
+) -> Iterator[Tensor]:
+    """The places [B, M, ...] of each query's keys in ``near.rows`` and then in ``rows``, -1 for none; without
+    an index the query has all keys that it sees."""
+    queries, offset = q.shape[1], 0 if near is None else near.rows.shape[1]
+    if near is not None:
+        own = torch.arange(queries, device=q.device).view(-1, 1)
+        places = own + torch.arange(offset - queries + 1, device=q.device)
+        # before the first position there are rows of none
+        yield torch.where(places < offset - queries - first, -1, places).expand(len(q), -1, -1)
+    if rows is None:
+        return
+    if index is None:
+        bounds = seen_bounds(how.attended, first, queries, q.device, how.block)
+        chosen = torch.arange(rows.shape[1], device=q.device).masked_fill(_hidden(bounds, rows.shape[1]), -1)
+    else:
+        chosen = chosen_positions(index, how, first)
+    chosen = torch.where(chosen < 0, chosen, chosen + offset) if offset else chosen
+    yield chosen.expand(len(q), -1, -1)
+
+
+def attention_to_chosen(
+    q: Tensor,
+    rows: Tensor | None,
+    index: Index | None,
+    how: Choice,
+    first: int = 0,
+    near: Near | None = None,
+) -> Tensor:
     """Softmax attention of queries q [B, M, Z, F] at the positions from ``first`` on to the rows [B, L, F]
-    that ``index`` chooses -> [B, M, Z, C]. Choosing has no gradient. Backward keeps q, rows, the positions,
-    o and lse."""
-    chosen = chosen_positions(index, how, first)
+    that ``index`` chooses (None: all that a query sees), and to those of ``near`` -> [B, M, Z, C]. Choosing
+    has no gradient. Backward keeps q, rows, their places, o and lse."""
+    places = [x.to(torch.int32) for x in _places(q, rows, index, how, first, near)]
+    chosen = places[0] if len(places) == 1 else torch.cat(places, -1)
+    parts = [x for x in (near and near.rows, rows) if x is not None]
+    of_all, sinks = parts[0] if len(parts) == 1 else torch.cat(parts, 1), near and near.sinks
     if how.way == "chosen":
-        result: Tensor = _SparseAttention.apply(q, rows, chosen, how.scale, how.values)
+        result: Tensor = _SparseAttention.apply(q, of_all, chosen, how.scale, how.values, sinks)
         return result
-    scores = torch.einsum("bmzf,blf->bmzl", q, rows) * how.scale
-    beyond = torch.where(chosen < 0, rows.shape[1], chosen).long()  # one more row for places without a key
-    hidden = torch.ones(*chosen.shape[:2], rows.shape[1] + 1, dtype=torch.bool, device=q.device)
+    scores = torch.einsum("bmzf,blf->bmzl", q, of_all) * how.scale
+    beyond = torch.where(chosen < 0, of_all.shape[1], chosen).long()  # one more row for places without a key
+    hidden = torch.ones(*chosen.shape[:2], of_all.shape[1] + 1, dtype=torch.bool, device=q.device)
     hidden = hidden.scatter_(-1, beyond, False)[..., :-1].unsqueeze(2)
-    p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-    return torch.einsum("bmzl,blc->bmzc", p, rows[..., : how.values])
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).view(-1, 1).expand(*q.shape[:3], 1)), -1)
+    p = scores.softmax(-1)[..., : of_all.shape[1]]
+    return torch.einsum("bmzl,blc->bmzc", p, of_all[..., : how.values])

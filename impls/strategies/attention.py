@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import ReusedBuffer
-from spbench.impls.kernels.chosen_attention import Choice, Index, attention_to_chosen
+from spbench.impls.kernels.chosen_attention import Choice, Index, Near, attention_to_chosen
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
@@ -110,11 +110,14 @@ class AttentionHooks:
         return self.within.projected_attention(x, heads)
 
     @left_within
-    def indexed_attention(self, q: Tensor, rows: Tensor, index: Index, how: Choice) -> Tensor:
+    def indexed_attention(
+        self, q: Tensor, rows: Tensor | None, index: Index | None, how: Choice, near: Near | None = None
+    ) -> Tensor:
         """Softmax attention to rows that an indexer chooses: q [B, L or a part, Z, F] for all heads, rows
-        [B, L or a part, F] of the latent and the key features that heads share, and what the indexer makes of
-        these positions -> [B, L or a part, Z, C]; see :func:`attention_to_chosen`."""
-        return attention_to_chosen(q, rows, index, how)
+        [B, L or a part, F] of the latent and the key features that heads share, or one for each block of
+        positions, what the indexer makes of these positions, and what lies ``near`` queries
+        -> [B, L or a part, Z, C]; see :func:`attention_to_chosen`."""
+        return attention_to_chosen(q, rows, index, how, near=near)
 
     @left_within
     def attended_pairs(self, attended: Attended, length: int) -> int:

@@ -9,12 +9,18 @@ heads are 40,960. Each rank scores its L/N queries against all L index keys, cho
 sequence, and attends to these rows. A reduce-scatter sums the ranks' gradients of rows, in the dtype of
 activations as Megatron-LM's; index keys have no gradient. The gathered rows are kept for backward.
 
+DeepSeek-V4's rows and index keys stand for blocks of 4 or 128 positions, which a rank makes of its own chunk.
+What lies across the chunk's edge comes from the rank before in one message, as LoongForge's boundary window:
+the rows of the W - 1 positions that queries attend to besides blocks, and what blocks that overlap take from
+the block before.
+
 Positions are consecutive, because the order of the gathered keys then is that of positions, by which a query
 sees keys and of equal scores chooses the first. In a zigzag placement the gathered keys would first have to
 be sorted. Each rank has the same work, because the operator scores all keys. Kernels that skip the keys after
 a query, such as DeepGEMM's, leave early ranks less, which Megatron-LM's pull request 6058 balances.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,10 +28,11 @@ from torch import Tensor
 
 from spbench.impls.attended import Attended
 from spbench.impls.collectives import all_gather
-from spbench.impls.kernels.chosen_attention import Choice, Index, attention_to_chosen
+from spbench.impls.kernels.chosen_attention import Choice, Index, Near, attention_to_chosen
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.placements import PLACEMENTS
+from spbench.impls.strategies.recurrent_chunks import Chain, passed_on
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
 from spbench.impls.traffic import Traffic
 
@@ -64,24 +71,45 @@ class GatheredLatents(SequenceChunks):
                 "use placement contiguous",
             )
 
+        for site in sites:
+            length, d = site.dims.get("L", 0) // self.size, site.dims
+            if site.kind == "rows_before" and (length < d["W"] - 1 or length % d["m"]):
+                parts = f"whole blocks of {d['m']} positions, or less than the {d['W'] - 1} before a query"
+                whole = f"a multiple of {math.lcm(d['m'] * self.size, self.length_multiple)}"
+                raise Unsupported(f"chunks of {length} positions are no {parts}", f"use {whole} positions")
+
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in sites:
-            if site.kind not in self.meets:
-                continue
             d, phases = site.dims, ["forward", *(["backward"] if site.recomputed else [])]
-            positions = d["B"] * d["L"] * element_bytes
+            if site.kind == "rows_before":
+                for phase, step in [*((phase, 1) for phase in phases), ("backward", -1)]:
+                    count = site.count * (0 <= self.rank + step < self.size)
+                    yield Traffic(phase, "rows before", "send", count, d["B"] * d["F"] * element_bytes)
+            if site.kind not in self.meets or not d["F"]:
+                continue
+            positions = d["B"] * d["L"] // d.get("m", 1) * element_bytes
             for phase in phases:
-                yield Traffic(phase, "index keys", "all_gather", site.count, positions * d["D"])
+                if d["D"]:
+                    yield Traffic(phase, "index keys", "all_gather", site.count, positions * d["D"])
                 yield Traffic(phase, "latents", "all_gather", site.count, positions * d["F"])
             rows = positions * d["F"]
             yield Traffic("backward", "gradients of latents", "reduce_scatter", site.count, rows)
 
-    def indexed_attention(self, q: Tensor, rows: Tensor, index: Index, how: Choice) -> Tensor:
+    def rows_before(self, rows: Tensor) -> Tensor | None:
+        if self.group is None or self.size == 1:
+            return super().rows_before(rows)
+        return passed_on(rows, Chain(self.group))
+
+    def indexed_attention(
+        self, q: Tensor, rows: Tensor | None, index: Index | None, how: Choice, near: Near | None = None
+    ) -> Tensor:
         if self.size == 1:
-            return super().indexed_attention(q, rows, index, how)
-        index = index._replace(keys=all_gather(index.keys, 1, self.group))
-        rows = all_gather(rows, 1, self.group)
-        return attention_to_chosen(q, rows, index, how, self.rank * q.shape[1])
+            return super().indexed_attention(q, rows, index, how, near)
+        if index is not None:
+            index = index._replace(keys=all_gather(index.keys, 1, self.group))
+        if rows is not None:
+            rows = all_gather(rows, 1, self.group)
+        return attention_to_chosen(q, rows, index, how, self.rank * q.shape[1], near)
 
     def attended_pairs(self, attended: Attended, length: int) -> int:
         return super().attended_pairs(attended, length) // self.size

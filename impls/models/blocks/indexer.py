@@ -28,8 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.chosen_attention import Choice, Index
+from spbench.impls.kernels.chosen_attention import Choice, Index, Near
 from spbench.impls.kernels.layer_norm import LayerNorm
+from spbench.impls.models.blocks.attention_mixer import AttentionMixer
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.latent_mixer import LatentAttention, LatentAttentionMixer
 from spbench.impls.models.blocks.places import Places
@@ -50,6 +51,7 @@ class IndexedAttention(LatentAttention):
         chosen: K.
         tile: the most queries whose index scores are in memory at once; 0: all.
         way: one of :data:`spbench.impls.kernels.chosen_attention.WAYS`.
+        block: the positions for which a row stands.
     """
 
     index_heads: int = 64
@@ -57,6 +59,7 @@ class IndexedAttention(LatentAttention):
     chosen: int = 2048
     tile: int = 0
     way: str = "chosen"
+    block: int = 1
 
     @property
     def row_size(self) -> int:
@@ -124,7 +127,7 @@ class IndexedMixer(LatentAttentionMixer):
         absorbed = torch.einsum("blzn,znc->blzc", plain, of_keys)
         q = torch.cat((absorbed, self._turned(turned, places)), -1)
         rows = torch.cat((latent, self._turned(shared.unsqueeze(2), places).squeeze(2)), -1)
-        y = torch.einsum("blzc,zac->blza", self._chosen(q, rows, index, places), of_values)
+        y = torch.einsum("blzc,zac->blza", attend_to_chosen(self, q, rows, index, places), of_values)
         return self.closed(y.flatten(2))
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:
@@ -134,17 +137,19 @@ class IndexedMixer(LatentAttentionMixer):
         )
         return of_keys, of_values
 
-    def _chosen(self, q: Tensor, rows: Tensor, index: Index, places: Places) -> Tensor:
-        """The attention [B, L, Z, C] of q [B, L, Z, C + R] to chosen rows [B, L, C + R] of all positions."""
-        kind = self.kind
-        how = Choice(
-            *(kind.chosen, kind.tile, kind.way, kind.kv_rank, kind.key_size**-0.5),
-            kind.attended(places.attended, places.seq_len),
-        )
 
-        def attend(q: Tensor, rows: Tensor, *index: Tensor) -> Tensor:
-            return self.strategy.indexed_attention(q, rows, Index(*index), how)
-
-        if self.model.recomputes("core_attn"):
-            return recomputed(attend, self.strategy.random, q, rows, *index)
-        return attend(q, rows, *index)
+def attend_to_chosen(
+    mixer: AttentionMixer, q: Tensor, rows: Tensor | None, index: Index | None, places: Places, *near: Tensor
+) -> Tensor:
+    """The attention [B, L, Z, C] of a mixer's queries [B, L, Z, F] to chosen rows [B, L, F] of all positions,
+    or of blocks, and to what lies ``near`` (the fields of :class:`Near`)."""
+    kind, ask = mixer.kind, mixer.strategy.indexed_attention
+    assert isinstance(kind, IndexedAttention)
+    how = Choice(
+        *(kind.chosen, kind.tile, kind.way, kind.kv_rank, kind.key_size**-0.5),
+        *(kind.attended(places.attended, places.seq_len), kind.block),
+    )
+    asked = q, rows, index, how, Near(*near) if near else None
+    if mixer.model.recomputes("core_attn"):
+        return recomputed(ask, mixer.strategy.random, *asked)
+    return ask(*asked)
