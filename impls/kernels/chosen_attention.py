@@ -217,11 +217,6 @@ def _backward_flops(d_o: Shape, q: Shape, rows: Shape, chosen: Shape, *_: Any, *
     return 2 * q[0] * q[1] * q[2] * chosen[2] * (3 * q[3] + 2 * d_o[3])
 
 
-def _by_head(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Views [B, Z, M, ...] of tensors [B, M, Z, ...]."""
-    return tuple(x.transpose(1, 2) for x in tensors)
-
-
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -229,7 +224,7 @@ class _SparseAttention(torch.autograd.Function):
     ) -> Tensor:
         def attended() -> tuple[Tensor, Tensor]:
             o, lse = sparse_attention(q, rows, chosen, scale, values)
-            return o, lse if sinks is None else join_sinks(*_by_head(o, lse), sinks).transpose(1, 2)
+            return o, lse if sinks is None else join_sinks(o.transpose(1, 2), lse.mT, sinks).mT
 
         o, lse = kept(attended)
         ctx.save_for_backward(q, rows, chosen, o, lse, sinks)
@@ -240,7 +235,8 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
         *others, o, lse, sinks = ctx.saved_tensors
-        d_sinks = None if sinks is None else sinks_gradient(*_by_head(d_o, o, lse), sinks)
+        by_head = [x.transpose(1, 2) for x in (d_o, o, lse)]
+        d_sinks = None if sinks is None else sinks_gradient(*by_head, sinks)
         d_q, d_rows = sparse_attention_backward(d_o.contiguous(), *others, o, lse.contiguous(), *ctx.sizes)
         return d_q, d_rows.to(others[1].dtype), None, None, None, d_sinks
 
@@ -298,17 +294,11 @@ def _places(
         chosen = torch.arange(rows.shape[1], device=q.device).masked_fill(_hidden(bounds, rows.shape[1]), -1)
     else:
         chosen = chosen_positions(index, how, first)
-    chosen = torch.where(chosen < 0, chosen, chosen + offset) if offset else chosen
-    yield chosen.expand(len(q), -1, -1)
+    yield (torch.where(chosen < 0, chosen, chosen + offset) if offset else chosen).expand(len(q), -1, -1)
 
 
 def attention_to_chosen(
-    q: Tensor,
-    rows: Tensor | None,
-    index: Index | None,
-    how: Choice,
-    first: int = 0,
-    near: Near | None = None,
+    q: Tensor, rows: Tensor | None, index: Index | None, how: Choice, first: int = 0, near: Near | None = None
 ) -> Tensor:
     """Softmax attention of queries q [B, M, Z, F] at the positions from ``first`` on to the rows [B, L, F]
     that ``index`` chooses (None: all that a query sees), and to those of ``near`` -> [B, M, Z, C]. Choosing

@@ -10,7 +10,7 @@ q share one head of k and v and all contribute to its gradient; no kernel repeat
 and the gradients lie in memory as [B, M or L, Z, A], as torch's kernels write these.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,24 +119,21 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 Window = tuple[int, int]
 
 
+def _asked(
+    q: Tensor, k: Tensor, scale: float, causal: bool, window: Window
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What torch's flash attention takes behind its tensors, by place and by name: no packing, no dropout."""
+    named = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
+    return (None, None, q.shape[2], k.shape[2], 0.0, causal), named
+
+
 def forward_by_kernel(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: Window = (-1, -1)
 ) -> tuple[Tensor, Tensor]:
     """Returns o and lse in half precision on a GPU, where queries see the keys of a window (-1: all)."""
     features, width = v.shape[3], _width(q)
-    o, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(_by_position(x, width) for x in (q, k, v)),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        False,
-        scale=scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
+    inputs, (sizes, named) = (_by_position(x, width) for x in (q, k, v)), _asked(q, k, scale, causal, window)
+    o, lse, *_ = torch.ops.aten._flash_attention_forward(*inputs, *sizes, False, **named)
     return o[..., :features].transpose(1, 2), lse
 
 
@@ -210,21 +207,10 @@ def backward_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v in half precision on a GPU, where queries see the keys of a window."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
-    width = _width(q)
+    width, (sizes, named) = _width(q), _asked(q, k, scale, causal, window)
+    inputs = (_by_position(x, width) for x in (d_o, q, k, v, o))
     gradients = torch.ops.aten._flash_attention_backward(
-        *(_by_position(x, width) for x in (d_o, q, k, v, o)),
-        lse.contiguous(),
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        unused,
-        unused,
-        scale=scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
+        *inputs, lse.contiguous(), *sizes, unused, unused, **named
     )
     d_q, d_k, d_v = (y.transpose(1, 2)[..., : x.shape[3]] for x, y in zip((q, k, v), gradients, strict=True))
     return d_q, d_k, d_v

@@ -166,7 +166,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
             "sinks": self.sinks,
         }
         if self.index_n_heads:
-            return IndexedAttention(**further, **self.latent, **self.index)
+            return IndexedAttention(**further, **self.latent)
         return LatentAttention(**further, **self.latent) if self.kv_lora_rank else SoftmaxAttention(**further)
 
     def variants(self) -> list[Mapping[str, Any]]:

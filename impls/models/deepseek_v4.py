@@ -3,37 +3,34 @@ transformer; :mod:`spbench.impls.models.blocks.compressed_mixer` says what of De
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from spbench.impls.models.blocks.compressed_mixer import CompressedAttention
 from spbench.impls.models.blocks.decoder import TINY_SIZES
-from spbench.impls.models.blocks.softmax_options import TINY_INDEX
+from spbench.impls.models.blocks.softmax_options import TINY_INDEX, TINY_LATENT
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 
-#: for verification, on chunks of 6, 8 and 12 positions
+#: the sizes for verification, on chunks of 6, 8 and 12 positions
 _TINY: Mapping[str, Any] = {
+    **TINY_LATENT,
     **TINY_INDEX,
-    "head_dim": 8,
-    "q_lora_rank": 14,
-    "window": 5,
-    "output_groups": 3,
-    "output_rank": 7,
-    "csa_block": 2,
-    "hca_block": 2,
+    **dict.fromkeys(("kv_lora_rank", "v_head_dim"), 6),
+    **dict.fromkeys(("csa_block", "hca_block"), 2),
+    **dict(zip(("window", "output_groups", "output_rank"), (5, 3, 7), strict=True)),
 }
 
 
 @dataclass(frozen=True)
 class BlocksModel(CausalTransformerModel):
-    """The options of a causal transformer with DeepSeek-V4's attention. ``window`` is W, ``head_dim`` A,
-    ``q_lora_rank`` Q; the indexer's options are those of CSA.
+    """The options of a causal transformer with DeepSeek-V4's attention. The options of latent attention give
+    its sizes: kv_lora_rank and v_head_dim are A, the features of a row; the indexer is that of layers C.
 
     Attributes:
-        pattern: a letter for each layer, repeated, Megatron-LM's: C (CSA), H (HCA) or W (the window alone).
-        csa_block, hca_block: m of the two.
-        output_groups, output_rank: O and P.
+        pattern: a letter for each layer, repeated, as in Megatron-LM: C (CSA), H (HCA) or W (only a window).
+        csa_block, hca_block: m, the positions of a block.
+        output_groups, output_rank: O and P, the groups of heads and the features that each is projected to.
     """
 
     sinks: bool = True
@@ -43,54 +40,39 @@ class BlocksModel(CausalTransformerModel):
     output_groups: int = 8
     output_rank: int = 1024
 
+    not_indexed: ClassVar[Sequence[str]] = ("documents", "attention_dropout", "padded_values", "lora_rank")
+
     def check_latent(self) -> None:
-        unheeded = ("documents", "lora_rank", "kv_lora_rank", "attention_dropout", "qk_norm", "biases")
-        for problem, found in (
-            (f"pattern has letters C, H and W, not {self.pattern!r}", not {*self.pattern} <= {*"CHW"}),
-            ("window is at least 2, and sinks are true", not self.sinks or (self.window or 0) < 2),
-            ("q_lora_rank and head_dim are needed", not (self.q_lora_rank and self.head_dim)),
-            (f"{', '.join(unheeded)} are left out", any(getattr(self, name) for name in unheeded)),
-            ("attention is fused", self.attention == "unfused"),
-            ("position is rotary", self.position != "rotary"),
-            (f"output_groups divide {self.heads} heads", self.heads % self.output_groups),
-            ("csa_block and hca_block are at least 2", min(self.csa_block, self.hca_block) < 2),
-            ("index_n_heads and index_topk are at least 1", min(self.index_n_heads, self.index_topk) < 1),
+        super().check_latent()
+        size, groups = self.qk_nope_head_dim + self.qk_rope_head_dim, self.output_groups
+        for needed, given in (
+            (f"letters C, H and W in pattern, not {self.pattern!r}", {*self.pattern} <= {*"CHW"}),
+            ("sinks, and a window of at least 2 positions", self.sinks and (self.window or 0) > 1),
+            (f"kv_lora_rank and v_head_dim {size}, as all", self.kv_lora_rank == self.v_head_dim == size),
+            (f"output_groups that divide {self.heads} heads", self.heads % groups == 0),
+            ("index_n_heads, for layers C", self.index_n_heads),
+            ("blocks of at least 2 positions", min(self.csa_block, self.hca_block) > 1),
         ):
-            if found:
-                raise ValueError(f"in attention to blocks {problem}")
+            if not given:
+                raise ValueError(f"attention to blocks needs {needed}")
 
     @property
     def period(self) -> int:
         return math.lcm(len(self.pattern), super().period)
 
-    def shrunk(self) -> Self:
-        return replace(super().shrunk(), **_TINY)
+    @property
+    def small_latent(self) -> dict[str, Any]:
+        return {**super().small_latent, **_TINY}
 
     def mixing(self, layer: int) -> CompressedAttention:
         letter = self.pattern[layer % len(self.pattern)]
-        assert self.head_dim is not None
-        assert self.window is not None
-        turned = int(self.head_dim * self.rotary_share)
-        return CompressedAttention(
-            rotary_base=self.rotary_base,
-            kernel=self.attention,
-            sinks=True,
-            near=self.window,
-            kv_rank=self.head_dim,
-            q_rank=self.q_lora_rank,
-            plain_size=self.head_dim - turned,
-            turned_size=turned,
-            block={"C": self.csa_block, "H": self.hca_block}.get(letter, 0),
-            groups=self.output_groups,
-            group_size=self.output_rank,
-            **self.index | ({} if letter == "C" else {"index_heads": 0}),
-        )
-
-    def variants(self) -> list[Mapping[str, Any]]:
-        return []
+        block = {"C": self.csa_block, "H": self.hca_block}.get(letter, 0)
+        own = {"block": block, "groups": self.output_groups, "group_size": self.output_rank}
+        others = {"window": None, "near": self.window, **({} if letter == "C" else {"index_n_heads": 0})}
+        return CompressedAttention(**vars(super().mixing(layer)) | own | others)
 
 
 PRESETS = {
-    # for verification: each kind of layer once
-    "blocks-tiny": BlocksModel(**{**TINY_SIZES, "layers": 3}, **_TINY, pattern="WCH", rotary_share=0.5),
+    # for verification: a layer of each kind
+    "blocks-tiny": BlocksModel(**{**TINY_SIZES, "layers": 3}, **_TINY, pattern="WCH"),
 }

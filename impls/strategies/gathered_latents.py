@@ -75,8 +75,9 @@ class GatheredLatents(SequenceChunks):
             length, d = site.dims.get("L", 0) // self.size, site.dims
             if site.kind == "rows_before" and (length < d["W"] - 1 or length % d["m"]):
                 parts = f"whole blocks of {d['m']} positions, or less than the {d['W'] - 1} before a query"
-                whole = f"a multiple of {math.lcm(d['m'] * self.size, self.length_multiple)}"
-                raise Unsupported(f"chunks of {length} positions are no {parts}", f"use {whole} positions")
+                multiple = math.lcm(d["m"] * self.size, self.length_multiple)
+                enough = f"a multiple of {multiple} positions, at least {(d['W'] - 1) * self.size}"
+                raise Unsupported(f"chunks of {length} positions are no {parts}", f"use {enough}")
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in sites:
@@ -105,10 +106,8 @@ class GatheredLatents(SequenceChunks):
     ) -> Tensor:
         if self.size == 1:
             return super().indexed_attention(q, rows, index, how, near)
-        if index is not None:
-            index = index._replace(keys=all_gather(index.keys, 1, self.group))
-        if rows is not None:
-            rows = all_gather(rows, 1, self.group)
+        index = index and index._replace(keys=all_gather(index.keys, 1, self.group))
+        rows = rows if rows is None else all_gather(rows, 1, self.group)
         return attention_to_chosen(q, rows, index, how, self.rank * q.shape[1], near)
 
     def attended_pairs(self, attended: Attended, length: int) -> int:

@@ -70,6 +70,14 @@ class AttentionMixer(nn.Module):
             return rotated_by_halves(x, *places.rotary_of_layer(self, size, base))
         return rotated(x, *places.rotary(size, base))
 
+    def turned(self, x: Tensor, places: Places) -> Tensor:
+        """x [B, L, R] or [B, L, Z, R], turned by RoPE if the layer has RoPE."""
+        if self.kind.rotary_base is None:
+            return x
+        if x.ndim == 3:
+            return self.rotated(x, places)
+        return self.rotated(x.transpose(1, 2), places).transpose(1, 2)
+
     def attend_at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
         """The attention [B, Z, L, A] of q to k and v, without recomputation of its own in backward."""
         attended = self.kind.attended(places.attended, places.seq_len)

@@ -10,7 +10,7 @@ bias of its gates. In HCA, m = 128, a query attends to all blocks. In CSA, m = 4
 has two values and two gates, one for its own block and one for the next. There an indexer, whose keys are
 made of blocks in the same way, chooses K blocks; it is frozen (:mod:`spbench.impls.models.blocks.indexer`).
 
-RoPE turns the last R features of queries and rows, a block's by the block's first position. A row is also the
+RoPE turns R features of queries and rows, a block's by the block's first position. A row is also the
 value, so the output is turned back by its query's position. The heads' outputs are projected in O groups to P
 features each, and these to the hidden state.
 
@@ -24,15 +24,16 @@ where blocks overlap, else 1; J heads of the indexer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.chosen_attention import Index
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.models.blocks.attention_mixer import AttentionMixer
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
-from spbench.impls.models.blocks.indexer import IndexedAttention, attend_to_chosen
+from spbench.impls.models.blocks.indexer import IndexedAttention, Indexer, attend_to_chosen, turned_first
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.strategies.base import Site, Strategy
@@ -41,8 +42,7 @@ from spbench.impls.strategies.layers import Linear
 
 @dataclass(frozen=True)
 class CompressedAttention(IndexedAttention):
-    """The kind of mixer that is attention to blocks; ``block`` is m, 0 in a layer without blocks, where
-    ``index_heads`` is 0 too, as in HCA. ``kv_rank`` is A.
+    """The kind of mixer that is attention to blocks; ``block`` is m, 0 in a layer without blocks.
 
     Attributes:
         near: W.
@@ -54,18 +54,14 @@ class CompressedAttention(IndexedAttention):
     group_size: int = 1024
 
     @property
-    def row_size(self) -> int:
-        return self.kv_rank
-
-    @property
     def row_sizes(self) -> Sequence[int]:
         """S of the rows that a layer makes of blocks: those that heads attend to, and index keys."""
-        return [self.kv_rank, *([self.index_size] if self.index_heads else [])] if self.block else []
+        return [self.key_size, *([self.index_head_dim] if self.index_n_heads else [])] if self.block else []
 
     @property
     def overlap(self) -> int:
         """E."""
-        return 2 if self.index_heads else 1
+        return 2 if self.index_n_heads else 1
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return CompressedMixer(self, model, strategy)
@@ -78,30 +74,25 @@ class CompressedAttention(IndexedAttention):
         return self.overlap * size * (2 * model.hidden + self.block) + of_norm
 
     def untrained(self, model: DecoderOptions) -> int:
-        if not self.index_heads:
-            return 0
-        assert self.q_rank is not None
-        queries = self.q_rank * self.index_heads * self.index_size
-        return queries + model.hidden * self.index_heads + self._of_blocks(model, self.index_size)
+        queries = (self.q_lora_rank or 0) * self.index_head_dim + model.hidden
+        of_keys = self._of_blocks(model, self.index_head_dim) if self.index_n_heads else 0
+        return queries * self.index_n_heads + of_keys
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        assert self.q_rank is not None
-        of_heads, of_norm = model.heads * self.kv_rank, 2 if model.norm == "layer" else 1
-        whole = (model.hidden + of_norm) * (self.q_rank + self.kv_rank) + model.heads
+        assert self.q_lora_rank is not None
+        of_heads, of_norm = model.heads * self.kv_lora_rank, 2 if model.norm == "layer" else 1
+        whole = (model.hidden + of_norm) * (self.q_lora_rank + self.kv_lora_rank) + model.heads
         whole += of_heads * self.group_size + self.untrained(model)
-        if self.block:
-            whole += self._of_blocks(model, self.kv_rank)
-        return {"split": self.q_rank * of_heads + self.width(model) * model.hidden, "whole": whole}
+        whole += self._of_blocks(model, self.kv_lora_rank) if self.block else 0
+        return {"split": self.q_lora_rank * of_heads + self.width(model) * model.hidden, "whole": whole}
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
-        of_row = {"F": self.row_size if self.block else 0, "D": self.index_size if self.index_heads else 0}
-        dims = {"B": batch, "L": seq_len, "Z": model.heads, "m": max(1, self.block), **of_row}
-        passed = (self.near - 1) * self.kv_rank
-        if self.index_heads:
-            passed += 2 * self.block * sum(self.row_sizes)
-        edge = {"B": batch, "L": seq_len, "F": passed, "W": self.near, "m": max(1, self.block)}
-        attends = Site("indexed_attention", 1, dims, again or model.recomputes("core_attn"))
-        return [Site("rows_before", 1, edge, again), attends]
+        sizes = self.row_sizes
+        dims = {"B": batch, "L": seq_len, "Z": model.heads, "m": self.block or 1, "W": self.near}
+        passed = (self.near - 1) * self.kv_lora_rank + (2 * self.block * sum(sizes) if sizes[1:] else 0)
+        of_rows = dict(zip("FD", (*sizes, 0, 0), strict=False))
+        attends = Site("indexed_attention", 1, dims | of_rows, again or model.recomputes("core_attn"))
+        return [Site("rows_before", 1, dims | {"F": passed}, again), attends]
 
 
 class Blocks(nn.Module):
@@ -117,8 +108,7 @@ class Blocks(nn.Module):
 
     def projected(self, x: Tensor) -> Tensor:
         """Values and gates [B, 2, L / m, m, E S]."""
-        both = (each.project(x).unflatten(1, (-1, len(self.bias))) for each in (self.values, self.gates))
-        values, gates = both
+        values, gates = (y.project(x).unflatten(1, (-1, len(self.bias))) for y in (self.values, self.gates))
         return torch.stack((values, gates + self.bias), 1)
 
     def forward(self, projected: Tensor, before: Tensor | None, first: bool) -> Tensor:
@@ -131,8 +121,7 @@ class Blocks(nn.Module):
             projected = torch.cat((torch.cat((before, of_next[:, :, :-1]), 2), own), 3)
         values, gates = projected.unbind(1)
         weights = gates.to(state_dtype(gates.dtype)).softmax(2).to(values.dtype)
-        rows: Tensor = self.norm((values * weights).sum(2))
-        return rows
+        return cast(Tensor, self.norm((values * weights).sum(2)))
 
 
 class CompressedMixer(AttentionMixer):
@@ -142,18 +131,16 @@ class CompressedMixer(AttentionMixer):
 
     def __init__(self, kind: CompressedAttention, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
-        assert kind.q_rank is not None
-        hidden, size = model.hidden, kind.kv_rank
-        self.q_down, self.q_norm = Linear(hidden, kind.q_rank, bias=False), norm_of(model, kind.q_rank)
-        self.q_up = strategy.grouped_linear_in(kind.q_rank, model.heads * size, 1)
+        assert kind.q_lora_rank is not None
+        hidden, size = model.hidden, kind.kv_lora_rank
+        self.q_down = Linear(hidden, kind.q_lora_rank, bias=False)
+        self.q_norm = norm_of(model, kind.q_lora_rank)
+        self.q_up = strategy.grouped_linear_in(kind.q_lora_rank, model.heads * size, 1)
         self.head_norm = norm_of(model, size, weighted=False)
         self.row, self.row_norm = Linear(hidden, size, bias=False), norm_of(model, size)
         self.blocks = nn.ModuleList(Blocks(kind, model, each) for each in kind.row_sizes)
-        if kind.index_heads:
-            self.index_queries = Linear(kind.q_rank, kind.index_heads * kind.index_size, bias=False)
-            self.index_weights = Linear(hidden, kind.index_heads, bias=False)
-            for frozen in (self.index_queries, self.index_weights, self.blocks[1]):
-                frozen.requires_grad_(False)
+        self.blocks[1:].requires_grad_(False)
+        self.indexer = Indexer(kind, hidden) if kind.index_n_heads else None
         of_group = model.heads * size // kind.groups
         self.grouped = nn.Parameter(torch.empty(kind.groups, kind.group_size, of_group))
         self.close()
@@ -162,20 +149,22 @@ class CompressedMixer(AttentionMixer):
     def forward(self, x: Tensor, places: Places) -> Tensor:
         kind, of_blocks = self.kind, places.part(slice(None, None, self.kind.block or 1))
         of_queries = self.q_norm(self.q_down.project(x))
-        q = self.q_up.project(of_queries, None).unflatten(-1, (-1, kind.kv_rank))
+        q = self.q_up.project(of_queries, None).unflatten(-1, (-1, kind.kv_lora_rank))
         q = self._turned(self.head_norm(q), places)
         own = self._turned(self.row_norm(self.row.project(x)), places)
         # the indexer is frozen, so nothing is kept for its backward
-        made = [maker.projected(y) for maker, y in zip(self.blocks, (x, x.detach()), strict=False)]
-        given = [y[:, :, -1:, :, : y.shape[-1] // 2] for y in made] if kind.index_heads else []
+        makers = cast(Sequence[Blocks], self.blocks)
+        made = [maker.projected(y) for maker, y in zip(makers, (x, x.detach()), strict=False)]
+        given = [y[:, :, -1:, :, : y.shape[-1] // 2] for y in made] if kind.index_n_heads else []
         before, *received = self._before(own[:, 1 - kind.near :], *given)
         first = self.strategy.sequence_part == 0
-        befores: Sequence[Tensor | None] = received or [None]
         rows = [
             self._turned(maker(y, z, first), of_blocks)
-            for maker, y, z in zip(self.blocks, made, befores, strict=False)
+            for maker, y, z in zip(makers, made, [*received, None], strict=False)
         ]
-        index = self._index(x.detach(), of_queries.detach(), rows[1].detach(), places) if rows[1:] else None
+        index = None
+        if self.indexer is not None:
+            index = self.indexer(x, of_queries, partial(self.turned, places=places), rows[1].detach())
         assert self.sinks is not None
         near = torch.cat((before, own), 1), self.sinks
         y = attend_to_chosen(self, q, rows[0] if rows else None, index, places, *near)
@@ -190,14 +179,6 @@ class CompressedMixer(AttentionMixer):
         parts = rows.squeeze(1).split([x[0].numel() for x in last], 1)
         return [part.view(x.shape) for part, x in zip(parts, last, strict=True)]
 
-    def _index(self, x: Tensor, of_queries: Tensor, keys: Tensor, places: Places) -> Index:
-        sizes = self.kind.index_heads, self.kind.index_size
-        q = self._turned(self.index_queries.project(of_queries).unflatten(-1, sizes), places)
-        return Index(q, keys, self.index_weights.project(x) * (sizes[0] * sizes[1]) ** -0.5)
-
     def _turned(self, x: Tensor, places: Places) -> Tensor:
-        """x [B, L, ..., A] with its last features turned by RoPE."""
-        plain, turned = x.split([x.shape[-1] - self.kind.turned_size, self.kind.turned_size], -1)
-        if x.ndim == 3:
-            return torch.cat((plain, self.rotated(turned, places)), -1)
-        return torch.cat((plain, self.rotated(turned.transpose(1, 2), places).transpose(1, 2)), -1)
+        """x [B, L, ..., A] with its first R features turned by RoPE."""
+        return turned_first(x, self.kind.qk_rope_head_dim, partial(self.turned, places=places))

@@ -44,44 +44,33 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class IndexedAttention(LatentAttention):
-    """The kind of mixer that is latent attention to chosen positions; see :class:`LatentOptions`.
+    """The kind of mixer that is latent attention to chosen positions; ``block``: the positions for which a
+    row stands."""
 
-    Attributes:
-        index_heads, index_size: J and D.
-        chosen: K.
-        tile: the most queries whose index scores are in memory at once; 0: all.
-        way: one of :data:`spbench.impls.kernels.chosen_attention.WAYS`.
-        block: the positions for which a row stands.
-    """
-
-    index_heads: int = 64
-    index_size: int = 128
-    chosen: int = 2048
-    tile: int = 0
-    way: str = "chosen"
     block: int = 1
-
-    @property
-    def row_size(self) -> int:
-        """The features of a row that all heads attend to, C + R."""
-        return self.kv_rank + self.turned_size
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return IndexedMixer(self, model, strategy)
 
     def untrained(self, model: DecoderOptions) -> int:
-        assert self.q_rank is not None
-        queries = self.q_rank * self.index_heads * self.index_size
-        return queries + model.hidden * (self.index_size + self.index_heads) + 2 * self.index_size
+        assert self.q_lora_rank is not None
+        queries = self.q_lora_rank * self.index_n_heads * self.index_head_dim
+        return queries + model.hidden * (self.index_head_dim + self.index_n_heads) + 2 * self.index_head_dim
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
         counts = super().parameters(model)
         return counts | {"whole": counts["whole"] + self.untrained(model)}
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
-        dims = {"B": batch, "L": seq_len, "Z": model.heads, "F": self.row_size, "D": self.index_size}
+        dims = {"B": batch, "L": seq_len, "Z": model.heads, "F": self.row_size, "D": self.index_head_dim}
         again = again or model.recomputes("core_attn")
         return [Site("indexed_attention", 1, dims | self.heeded(model.attended(seq_len), seq_len), again)]
+
+
+def turned_first(x: Tensor, size: int, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    """x [B, L, ..., features] with the first ``size`` features turned by RoPE."""
+    first, rest = x.split([size, x.shape[-1] - size], -1)
+    return torch.cat((turn(first), rest), -1)
 
 
 class Indexer(nn.Module):
@@ -89,22 +78,24 @@ class Indexer(nn.Module):
 
     def __init__(self, kind: IndexedAttention, hidden: int):
         super().__init__()
-        assert kind.q_rank is not None
-        self.heads, self.size, self.turned_size = kind.index_heads, kind.index_size, kind.turned_size
-        self.queries = Linear(kind.q_rank, self.heads * self.size, bias=False)
-        self.key = Linear(hidden, self.size, bias=False)
-        self.key_norm = LayerNorm(self.size, _EPSILON)
+        assert kind.q_lora_rank is not None
+        self.heads, self.size, self.turned = kind.index_n_heads, kind.index_head_dim, kind.qk_rope_head_dim
+        self.queries = Linear(kind.q_lora_rank, self.heads * self.size, bias=False)
+        if kind.block == 1:
+            self.key = Linear(hidden, self.size, bias=False)
+            self.key_norm = LayerNorm(self.size, _EPSILON)
         self.weights = Linear(hidden, self.heads, bias=False)
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, of_queries: Tensor, turned: Callable[[Tensor], Tensor]) -> Index:
+    def forward(
+        self, x: Tensor, of_queries: Tensor, turn: Callable[[Tensor], Tensor], k: Tensor | None = None
+    ) -> Index:
         q = self.queries.project(of_queries).unflatten(-1, (self.heads, self.size))
-        k = self.key_norm(self.key.project(x)).unsqueeze(2)
-        parts = [self.turned_size, self.size - self.turned_size]
-        q, k = (torch.cat((turned(first), rest), -1) for first, rest in (y.split(parts, -1) for y in (q, k)))
+        if k is None:  # a key for each position
+            k = turned_first(self.key_norm(self.key.project(x)), self.turned, turn)
         weights = self.weights.project(x) * (self.heads * self.size) ** -0.5
-        return Index(q, k.squeeze(2), weights)
+        return Index(turned_first(q, self.turned, turn), k, weights)
 
 
 class IndexedMixer(LatentAttentionMixer):
@@ -120,21 +111,20 @@ class IndexedMixer(LatentAttentionMixer):
         kind = self.kind
         of_queries, latent, shared = self._latents(x)
         of_queries, latent = self._normalised(of_queries, latent, copied=True)
-        index = self.indexer(x, of_queries, lambda y: self._turned(y, places))
+        index = self.indexer(x, of_queries, lambda y: self.turned(y, places))
         of_keys, of_values = self._up_weights()
         q = self.q_up.project(of_queries, None).unflatten(-1, (self.model.heads, -1))
-        plain, turned = q.split([kind.plain_size, kind.turned_size], -1)
+        plain, turned = q.split([kind.qk_nope_head_dim, kind.qk_rope_head_dim], -1)
         absorbed = torch.einsum("blzn,znc->blzc", plain, of_keys)
-        q = torch.cat((absorbed, self._turned(turned, places)), -1)
-        rows = torch.cat((latent, self._turned(shared.unsqueeze(2), places).squeeze(2)), -1)
+        q = torch.cat((absorbed, self.turned(turned, places)), -1)
+        rows = torch.cat((latent, self.turned(shared, places)), -1)
         y = torch.einsum("blzc,zac->blza", attend_to_chosen(self, q, rows, index, places), of_values)
         return self.closed(y.flatten(2))
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:
         """The up-projection's rows of keys [Z, N, C] and of values [Z, A, C]."""
-        of_keys, of_values = self.kv_up.weight.view(self.model.heads, -1, self.kind.kv_rank).split(
-            [self.kind.plain_size, self.kind.value_size], 1
-        )
+        by_head = self.kv_up.weight.view(self.model.heads, -1, self.kind.kv_lora_rank)
+        of_keys, of_values = by_head.split([self.kind.qk_nope_head_dim, self.kind.v_head_dim], 1)
         return of_keys, of_values
 
 
@@ -146,7 +136,7 @@ def attend_to_chosen(
     kind, ask = mixer.kind, mixer.strategy.indexed_attention
     assert isinstance(kind, IndexedAttention)
     how = Choice(
-        *(kind.chosen, kind.tile, kind.way, kind.kv_rank, kind.key_size**-0.5),
+        *(kind.index_topk, kind.index_tile, kind.indexed_attention, kind.kv_lora_rank, kind.key_size**-0.5),
         *(kind.attended(places.attended, places.seq_len), kind.block),
     )
     asked = q, rows, index, how, Near(*near) if near else None

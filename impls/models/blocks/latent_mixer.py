@@ -31,65 +31,59 @@ from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import used_without_results
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
+from spbench.impls.models.blocks.softmax_options import LatentSizes
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear
 
 
 @dataclass(frozen=True)
-class LatentAttention(SoftmaxAttention):
-    """The kind of mixer that is latent attention; see :class:`LatentOptions`.
-
-    Attributes:
-        kv_rank, q_rank: C and Q; q_rank None: queries are projected from the hidden state.
-        plain_size, turned_size, value_size: N, R and A.
-        normed: whether both latents are normalised.
-        padded: whether values are padded with zeros to N + R features.
-    """
+class LatentAttention(LatentSizes, SoftmaxAttention):
+    """The kind of mixer that is latent attention."""
 
     adapted: ClassVar[Sequence[str]] = (CLOSING,)
-
-    kv_rank: int = 512
-    q_rank: int | None = None
-    plain_size: int = 128
-    turned_size: int = 64
-    value_size: int = 128
-    normed: bool = True
-    padded: bool = False
 
     @property
     def key_size(self) -> int:
         """The features of a query and of a key of one head, N + R."""
-        return self.plain_size + self.turned_size
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def up_size(self) -> int:
+        """The features of a head's key and value that come from the latent, N + A."""
+        return self.qk_nope_head_dim + self.v_head_dim
+
+    @property
+    def row_size(self) -> int:
+        """The features of the latent and of the key features that all heads share, C + R."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return LatentAttentionMixer(self, model, strategy)
 
     def width(self, model: DecoderOptions) -> int:
-        return model.heads * self.value_size
+        return model.heads * self.v_head_dim
 
     def latents(self, model: DecoderOptions) -> Mapping[str, LatentProjection]:
         h, heads = model.hidden, model.heads
         queries = heads * self.key_size
-        if self.q_rank is None:
+        if self.q_lora_rank is None:
             of_queries = {QKV[0]: LatentProjection(h, queries, True)}
         else:
             of_queries = {
-                LATENT[0]: LatentProjection(h, self.q_rank, False),
-                LATENT[1]: LatentProjection(self.q_rank, queries, True),
+                LATENT[0]: LatentProjection(h, self.q_lora_rank, False),
+                LATENT[1]: LatentProjection(self.q_lora_rank, queries, True),
             }
         return of_queries | {
-            LATENT[2]: LatentProjection(h, self.kv_rank + self.turned_size, False),
-            LATENT[3]: LatentProjection(self.kv_rank, heads * (self.plain_size + self.value_size), True),
+            LATENT[2]: LatentProjection(h, self.row_size, False),
+            LATENT[3]: LatentProjection(self.kv_lora_rank, heads * self.up_size, True),
         }
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        h, heads, of_norm = model.hidden, model.heads, self.normed * (2 if model.norm == "layer" else 1)
-        up = (self.q_rank or h) * heads * self.key_size + self.kv_rank * heads * (
-            self.plain_size + self.value_size
-        )
-        down = h * (self.kv_rank + self.turned_size) + of_norm * self.kv_rank
-        if self.q_rank is not None:
-            down += (h + of_norm) * self.q_rank
+        h, heads, of_norm = model.hidden, model.heads, self.latent_norms * (2 if model.norm == "layer" else 1)
+        up = heads * ((self.q_lora_rank or h) * self.key_size + self.kv_lora_rank * self.up_size)
+        down = h * self.row_size + of_norm * self.kv_lora_rank
+        if self.q_lora_rank is not None:
+            down += (h + of_norm) * self.q_lora_rank
         return {"split": up + self.width(model) * h + self.sinks * heads, "key_value": 0, "whole": down}
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
@@ -101,13 +95,13 @@ class LatentAttention(SoftmaxAttention):
 
         tokens, heads = {"B": batch, "L": seq_len}, model.heads
         sites = [
-            opens(self.q_rank or model.hidden, heads * self.key_size),
-            opens(self.kv_rank, heads * (self.plain_size + self.value_size)),
-            Site("linear_in", 1, tokens | {"H": self.turned_size, "gathered_once": 1}, again),
+            opens(self.q_lora_rank or model.hidden, heads * self.key_size),
+            opens(self.kv_lora_rank, heads * self.up_size),
+            Site("linear_in", 1, tokens | {"H": self.qk_rope_head_dim, "gathered_once": 1}, again),
         ]
         sizes = {"Z": heads, "A": self.key_size}
-        if not self.padded and self.key_size != self.value_size:
-            sizes |= {"A": self.value_size, "D": self.key_size}
+        if not self.padded_values and self.key_size != self.v_head_dim:
+            sizes |= {"A": self.v_head_dim, "D": self.key_size}
             if not self.needs_all_positions:
                 sizes["unlike_values"] = 1
         return [*sites, self.meeting(model, batch, seq_len, sizes, again)]
@@ -121,12 +115,12 @@ class LatentAttentionMixer(AttentionMixer):
     def __init__(self, kind: LatentAttention, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
         hidden, heads = model.hidden, model.heads
-        self.q_down = None if kind.q_rank is None else Linear(hidden, kind.q_rank, bias=False)
-        self.q_norm = norm_of(model, kind.q_rank) if kind.normed and kind.q_rank is not None else None
-        self.q_up = strategy.grouped_linear_in(kind.q_rank or hidden, heads * kind.key_size, 1)
-        self.kv_down = Linear(hidden, kind.kv_rank + kind.turned_size, bias=False)
-        self.kv_norm = norm_of(model, kind.kv_rank) if kind.normed else None
-        self.kv_up = strategy.grouped_linear_in(kind.kv_rank, heads * (kind.plain_size + kind.value_size), 1)
+        self.q_down = None if kind.q_lora_rank is None else Linear(hidden, kind.q_lora_rank, bias=False)
+        self.q_norm = norm_of(model, kind.q_lora_rank) if kind.latent_norms and kind.q_lora_rank else None
+        self.q_up = strategy.grouped_linear_in(kind.q_lora_rank or hidden, heads * kind.key_size, 1)
+        self.kv_down = Linear(hidden, kind.row_size, bias=False)
+        self.kv_norm = norm_of(model, kind.kv_lora_rank) if kind.latent_norms else None
+        self.kv_up = strategy.grouped_linear_in(kind.kv_lora_rank, heads * kind.up_size, 1)
         self.close()
         latents = {name: of for name, of in kind.latents(model).items() if model.adapts([name])}
         self.adapters = nn.ModuleDict({name: self._adapter(name, of) for name, of in latents.items()})
@@ -155,7 +149,7 @@ class LatentAttentionMixer(AttentionMixer):
 
         def attend(*heads: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in heads)
-            return self.attend_to(q, k, v, places)[..., : self.kind.value_size]
+            return self.attend_to(q, k, v, places)[..., : self.kind.v_head_dim]
 
         inputs = of_queries, latent, shared, places
         if not self.model.recomputes("mla_up_proj"):
@@ -167,7 +161,7 @@ class LatentAttentionMixer(AttentionMixer):
         features [B, L, R] that all heads share."""
         of_queries = x if self.q_down is None else self._adapted(LATENT[0], x, self.q_down.project(x))
         down = self._adapted(LATENT[2], x, self.kv_down.project(x))
-        latent, shared = down.split([self.kind.kv_rank, self.kind.turned_size], -1)
+        latent, shared = down.split([self.kind.kv_lora_rank, self.kind.qk_rope_head_dim], -1)
         # the heads of every rank use this key
         return of_queries, latent, self.strategy.features_for_heads(shared)
 
@@ -182,9 +176,9 @@ class LatentAttentionMixer(AttentionMixer):
     def _up(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, L, Z, N + R], and values [B, L, Z, A], or as long as keys where ``padded``."""
+        """Queries and keys [B, L, Z, N + R], and values [B, L, Z, A], or longer where ``padded_values``."""
         q, k, v = self._projected_up(of_queries, latent, shared, places)
-        return q, k, F.pad(v, (0, self.kind.key_size - self.kind.value_size)) if self.kind.padded else v
+        return q, k, F.pad(v, (0, k.shape[-1] - v.shape[-1])) if self.kind.padded_values else v
 
     def _projected_up(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
@@ -196,20 +190,15 @@ class LatentAttentionMixer(AttentionMixer):
         q = self._adapted(QKV[0] if self.q_down is None else LATENT[1], of_queries, q)
         kv = self._adapted(LATENT[3], latent, kv)
         heads, base = q.shape[-1] // kind.key_size, kind.rotary_base
+        sizes = [kind.qk_nope_head_dim, kind.v_head_dim]
         if base is not None and self.model.fuses("rope"):
-            angles = places.angles(kind.turned_size, base)
+            angles = places.angles(kind.qk_rope_head_dim, base)
             q = turned_queries(q, angles, heads)
-            return q.unflatten(-1, (heads, -1)), *keys_and_values(kv, shared, angles, heads, kind.plain_size)
+            return q.unflatten(-1, (heads, -1)), *keys_and_values(kv, shared, angles, heads, sizes[0])
         q, kv = (y.unflatten(-1, (heads, -1)) for y in (q, kv))
-        k, v = kv.split([kind.plain_size, kind.value_size], -1)
+        k, v = kv.split(sizes, -1)
         if not self.model.attention_views:
             v = v.contiguous()  # so that the projection's memory is freed
-        shared = self._turned(shared.unsqueeze(2), places).expand(-1, -1, heads, -1)
-        plain, turned = q.split([kind.plain_size, kind.turned_size], -1)
-        return torch.cat((plain, self._turned(turned, places)), -1), torch.cat((k, shared), -1), v
-
-    def _turned(self, x: Tensor, places: Places) -> Tensor:
-        """x [B, L, Z, R], turned by RoPE if the layer has RoPE."""
-        if self.kind.rotary_base is None:
-            return x
-        return self.rotated(x.transpose(1, 2), places).transpose(1, 2)
+        shared = self.turned(shared.unsqueeze(2), places).expand(-1, -1, heads, -1)
+        plain, turned = q.split([kind.qk_nope_head_dim, kind.qk_rope_head_dim], -1)
+        return torch.cat((plain, self.turned(turned, places)), -1), torch.cat((k, shared), -1), v

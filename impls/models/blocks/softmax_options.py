@@ -5,7 +5,7 @@ Shape letters: B batch, L sequence, H hidden, Z heads, G heads of keys and value
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from spbench.impls.attended import Attended
@@ -147,14 +147,11 @@ TINY_LATENT: Mapping[str, Any] = {
 #: for verification: a query chooses 5 of 24 positions
 TINY_INDEX: Mapping[str, Any] = {"index_n_heads": 3, "index_head_dim": 6, "index_topk": 5}
 
-#: options that no indexer goes with, by their names
-_NOT_INDEXED = ("window", "sinks", "attention_dropout", "padded_values", "lora_rank")
-
 
 @dataclass(frozen=True)
-class LatentOptions:
+class LatentSizes:
     """The options of multi-head latent attention (MLA, arXiv 2405.04434, section 2.1), which replaces plain
-    softmax attention, and of multi-token prediction (arXiv 2412.19437, section 2.2).
+    softmax attention.
 
     Keys and values of all heads are projected from one latent vector for each position; queries may come
     from a latent of their own. A head's query and key have features without a position and features that
@@ -176,9 +173,6 @@ class LatentOptions:
         index_tile: the most queries of a rank whose index scores are in memory at once; 0: all.
         indexed_attention: "chosen": kernels that read only the chosen rows; "masked": all scores are in
             memory, the indexer's by head too, as in transformers' eager attention.
-        mtp_layers: the number of modules of multi-token prediction; module d predicts the token d + 1 ahead
-            from the hidden state of module d - 1 and the token before the predicted one.
-        mtp_weight: the weight of the mean of these modules' losses.
     """
 
     kv_lora_rank: int = 0
@@ -193,32 +187,34 @@ class LatentOptions:
     index_topk: int = 2048
     index_tile: int = 0
     indexed_attention: str = "chosen"
+
+
+@dataclass(frozen=True)
+class LatentOptions(LatentSizes):
+    """The options of latent attention, and of multi-token prediction (arXiv 2412.19437, section 2.2).
+
+    Attributes:
+        mtp_layers: the number of modules of multi-token prediction; module d predicts the token d + 1 ahead
+            from the hidden state of module d - 1 and the token before the predicted one.
+        mtp_weight: the weight of the mean of these modules' losses.
+    """
+
     mtp_layers: int = 0
     mtp_weight: float = 0.3
 
-    @property
-    def latent(self) -> dict[str, Any]:
-        """The keyword arguments of :class:`LatentAttention`, from these options."""
-        return {
-            "kv_rank": self.kv_lora_rank,
-            "q_rank": self.q_lora_rank,
-            "plain_size": self.qk_nope_head_dim,
-            "turned_size": self.qk_rope_head_dim,
-            "value_size": self.v_head_dim,
-            "normed": self.latent_norms,
-            "padded": self.padded_values,
-        }
+    #: options that no indexer goes with, by their names
+    not_indexed: ClassVar[Sequence[str]] = (
+        "window",
+        "sinks",
+        "attention_dropout",
+        "padded_values",
+        "lora_rank",
+    )
 
     @property
-    def index(self) -> dict[str, Any]:
-        """The further keyword arguments of :class:`IndexedAttention`, from these options."""
-        return {
-            "index_heads": self.index_n_heads,
-            "index_size": self.index_head_dim,
-            "chosen": self.index_topk,
-            "tile": self.index_tile,
-            "way": self.indexed_attention,
-        }
+    def latent(self) -> dict[str, Any]:
+        """The options of :class:`LatentSizes` as keyword arguments."""
+        return {each.name: getattr(self, each.name) for each in fields(LatentSizes)}
 
     @property
     def of_one_head_size(self) -> Mapping[str, Any]:
@@ -288,7 +284,9 @@ class LatentOptions:
 
     def indexes(self, options: Mapping[str, Any]) -> bool:
         """Whether an indexer goes with these options, each at the value that it has there."""
-        return not any(options.get(name) for name in _NOT_INDEXED) and options.get("attention") != "unfused"
+        return (
+            not any(options.get(name) for name in self.not_indexed) and options.get("attention") != "unfused"
+        )
 
     def _check_index(self) -> None:
         """Raise ValueError where the options of the indexer contradict each other or other options."""
@@ -307,6 +305,6 @@ class LatentOptions:
         if self.q_lora_rank is None or not self.latent_norms:
             raise ValueError("an indexer needs the normalised latent of queries; set q_lora_rank")
         if not self.indexes(vars(self)):
-            raise ValueError(f"an indexer goes without {', '.join(_NOT_INDEXED)} and attention: unfused")
+            raise ValueError(f"an indexer goes without {', '.join(self.not_indexed)} and attention: unfused")
         if self.recomputes("mla_up_proj"):  # type: ignore[attr-defined]
             raise ValueError("with an indexer no keys and values are projected up; leave mla_up_proj out")
