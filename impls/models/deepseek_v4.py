@@ -11,6 +11,7 @@ from spbench.impls.models.blocks.compressed_mixer import CompressedAttention
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.softmax_options import TINY_INDEX, TINY_LATENT
 from spbench.impls.models.causal_transformer import CausalTransformerModel
+from spbench.impls.models.presets import published
 
 #: the sizes for verification, on chunks of 6, 8 and 12 positions
 _TINY: Mapping[str, Any] = {
@@ -73,6 +74,7 @@ class BlocksModel(CausalTransformerModel):
 
 
 PRESETS = {
+    **published("deepseek_v4", BlocksModel),
     # for verification: a layer of each kind
     "blocks-tiny": BlocksModel(**{**TINY_SIZES, "layers": 3}, **_TINY, pattern="WCH"),
 }

@@ -74,10 +74,10 @@ class GatheredLatents(SequenceChunks):
         for site in sites:
             length, d = site.dims.get("L", 0) // self.size, site.dims
             if site.kind == "rows_before" and (length < d["W"] - 1 or length % d["m"]):
-                parts = f"whole blocks of {d['m']} positions, or less than the {d['W'] - 1} before a query"
+                lack = f"lack some of the {d['W'] - 1} before a query, or cut a block of {d['m']}"
                 multiple = math.lcm(d["m"] * self.size, self.length_multiple)
                 enough = f"a multiple of {multiple} positions, at least {(d['W'] - 1) * self.size}"
-                raise Unsupported(f"chunks of {length} positions are no {parts}", f"use {enough}")
+                raise Unsupported(f"chunks of {length} positions {lack}", f"use {enough}")
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in sites:

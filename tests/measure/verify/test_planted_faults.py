@@ -46,7 +46,7 @@ from tests.measure.verify.attention_model import AttentionModel
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")
 CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")
 LATENT = model_preset("mla-tiny")
-INDEXED = model_preset("indexer-tiny")
+INDEXED, BLOCKS = model_preset("indexer-tiny"), model_preset("blocks-tiny")
 HYBRID, MOVED = model_preset("kimi-linear-tiny"), {"query_placement": "zigzag"}
 ROTARY = AttentionModel("causal_attention", rotary=True)
 TNL = model_preset("tnl-tiny", {"attention_norm": "head"})
@@ -171,8 +171,8 @@ def planted() -> Iterator[Any]:
         yield pytest.param(Case(strategy, model, part), strategy.meshes(4)[0], tensors, id=name)
     for fault, model, part, tensors in OF_DOCUMENTS:
         yield pytest.param(Case(fault, model, part), 4, tensors, id=fault.__name__)
-    for fault, part, tensors in OF_INDEXERS:
-        yield pytest.param(Case(fault, INDEXED, part), 2, tensors, id=fault.__name__)
+    for fault, model, part, tensors in OF_INDEXERS:
+        yield pytest.param(Case(fault, model, part), 2, tensors, id=fault.__name__)
     for cls, of, tensors in OF_EXPERTS:
         yield pytest.param(of_experts(cls, of), 2, tensors, id=cls.__name__)
 
