@@ -63,7 +63,7 @@ class BlocksModel(CausalTransformerModel):
 
     @property
     def small_latent(self) -> dict[str, Any]:
-        return {**super().small_latent, **_TINY}
+        return {**super().small_latent, **_TINY, "output_groups": 1}  # which divides any heads
 
     def mixing(self, layer: int) -> CompressedAttention:
         letter = self.pattern[layer % len(self.pattern)]

@@ -24,17 +24,24 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.attended import Attended
-from spbench.impls.collectives import all_gather
+from spbench.impls.collectives import Ring, all_gather, with_gradient
 from spbench.impls.kernels.chosen_attention import Choice, Index, Near, attention_to_chosen
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Site, Unsupported
 from spbench.impls.strategies.placements import PLACEMENTS
-from spbench.impls.strategies.recurrent_chunks import Chain, passed_on
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
 from spbench.impls.traffic import Traffic
+
+
+def _passed(rows: Tensor, to: int, group: dist.ProcessGroup) -> Tensor:
+    """What this rank receives while each rank sends ``rows`` to the rank ``to`` places after it."""
+    ring = Ring(group)
+    ring.start(rows.contiguous(), to=to)
+    return ring.finish()[0]
 
 
 @dataclass(frozen=True)
@@ -83,9 +90,8 @@ class GatheredLatents(SequenceChunks):
         for site in sites:
             d, phases = site.dims, ["forward", *(["backward"] if site.recomputed else [])]
             if site.kind == "rows_before":
-                for phase, step in [*((phase, 1) for phase in phases), ("backward", -1)]:
-                    count = site.count * (0 <= self.rank + step < self.size)
-                    yield Traffic(phase, "rows before", "send", count, d["B"] * d["F"] * element_bytes)
+                for phase in [*phases, "backward"]:
+                    yield Traffic(phase, "rows before", "send", site.count, d["B"] * d["F"] * element_bytes)
             if site.kind not in self.meets or not d["F"]:
                 continue
             positions = d["B"] * d["L"] // d.get("m", 1) * element_bytes
@@ -99,7 +105,9 @@ class GatheredLatents(SequenceChunks):
     def rows_before(self, rows: Tensor) -> Tensor | None:
         if self.group is None or self.size == 1:
             return super().rows_before(rows)
-        return passed_on(rows, Chain(self.group))
+        # a closed ring, so that all ranks are alike: the first one ignores what the last one sends
+        to_next, back = (lambda x, group, to=to: _passed(x, to, group) for to in (1, -1))
+        return with_gradient(to_next, back, rows, self.group)
 
     def indexed_attention(
         self, q: Tensor, rows: Tensor | None, index: Index | None, how: Choice, near: Near | None = None

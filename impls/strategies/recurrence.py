@@ -42,7 +42,7 @@ class RecurrenceHooks:
     @left_within
     def rows_before(self, rows: Tensor) -> Tensor | None:
         """The rows [B, W - 1, C] before this rank's positions, given the last W - 1 ``rows`` of this rank;
-        None where the rank has the first positions of the sequence."""
+        None where the rank has all positions."""
         return None
 
     @left_within

@@ -127,15 +127,6 @@ class Gather(EdgePassing):
         yield "rows before convolutions", "all_gather", 1, size * nbytes.rows
 
 
-def passed_on(rows: Tensor, passing: EdgePassing) -> Tensor:
-    """The ``rows`` of the rank before, with gradients; zeros on the first rank."""
-    return with_gradient(
-        lambda x, passing, group: passing.rows(x.contiguous(), 1),
-        lambda d_x, passing, group: passing.rows(d_x.contiguous(), -1),
-        *(rows, passing, passing.group),
-    )
-
-
 class RecurrentChunks(SequenceChunks):
     """Sequence chunks between which states and rows pass, by the class ``passing``."""
 
@@ -182,7 +173,11 @@ class RecurrentChunks(SequenceChunks):
     def rows_before(self, rows: Tensor) -> Tensor | None:
         if self.group is None or self.size == 1:
             return super().rows_before(rows)
-        return passed_on(rows, self.passing(self.group))
+        return with_gradient(
+            lambda x, passing, group: passing.rows(x.contiguous(), 1),
+            lambda d_x, passing, group: passing.rows(d_x.contiguous(), -1),
+            *(rows, self.passing(self.group), self.group),
+        )
 
     def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
         first = self.rank * length

@@ -115,8 +115,8 @@ class Blocks(nn.Module):
         """The rows; ``before``: values and gates for the next block [B, 2, 1, m, S] of the block before the
         first one, None where blocks do not overlap; ``first``: there is no block before."""
         if before is not None:
-            if first:
-                before = before + before.new_tensor([0.0, -torch.inf]).view(2, 1, 1, 1)
+            # a sum on all ranks, whose programs are so alike
+            before = before + before.new_tensor([0.0, -torch.inf if first else 0.0]).view(2, 1, 1, 1)
             of_next, own = projected.split(self.size, -1)
             projected = torch.cat((torch.cat((before, of_next[:, :, :-1]), 2), own), 3)
         values, gates = projected.unbind(1)
@@ -157,9 +157,8 @@ class CompressedMixer(AttentionMixer):
         made = [maker.projected(y) for maker, y in zip(makers, (x, x.detach()), strict=False)]
         given = [y[:, :, -1:, :, : y.shape[-1] // 2] for y in made] if kind.index_n_heads else []
         before, *received = self._before(own[:, 1 - kind.near :], *given)
-        first = self.strategy.sequence_part == 0
         rows = [
-            self._turned(maker(y, z, first), of_blocks)
+            self._turned(maker(y, z, self.strategy.sequence_part == 0), of_blocks)
             for maker, y, z in zip(makers, made, [*received, None], strict=False)
         ]
         index = None
@@ -172,7 +171,7 @@ class CompressedMixer(AttentionMixer):
         return self.closed(torch.einsum("blgf,gpf->blgp", y, self.grouped).flatten(2))
 
     def _before(self, *last: Tensor) -> Sequence[Tensor]:
-        """What lies before this rank's positions, like its own ``last`` rows; zeros on the first rank."""
+        """What lies before this rank's positions, like its own ``last`` rows; unused on the first rank."""
         rows = self.strategy.rows_before(torch.cat([x.flatten(1) for x in last], 1).unsqueeze(1))
         if rows is None:
             return [torch.zeros_like(x) for x in last]
