@@ -13,20 +13,7 @@ from tests.measure.scenarios.test_heeded import TINY
 from tests.tools.changes.rows import made_up
 
 #: what may stand where something else belongs, as JSON
-WRONG = (
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e999",
-    "-1",
-    "true",
-    '"5"',
-    "null",
-    "[]",
-    "{}",
-    '"=1+1"',
-    "1" + "0" * 400,
-)
+WRONG = data(__file__)["WRONG"]
 #: those of them that are no number of a metric
 NO_NUMBERS = ("NaN", "Infinity", "-Infinity", "1e999", "-1", "true", '"5"', "[]", "{}", '"=1+1"')
 

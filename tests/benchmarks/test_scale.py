@@ -21,51 +21,14 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
+from tests.grid import data
 
 RANKS = (8, 64, 256, 1024)
 #: from this one on a power law is fitted; below it most of the time is the same whatever the ranks
 FITTED_FROM = 64
 
-#: for strategies that split heads: as many as the most ranks
-_HEADS = {"layers": 16, "hidden": 8192, "heads": 1024, "inner": 32768}
-_1B = {"model": "causal-transformer-1b", "batch": 1}
 #: by name: the axis that the ranks are on, and the cell's other settings
-CELLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ring_self_attention": (
-        "sp",
-        {"strategy": "ring_self_attention", "model": "bert-base", "batch": 16, "seq_len": 8192},
-    ),
-    **{
-        f"ring_attention, {placement}": (
-            "sp",
-            {
-                **_1B,
-                "strategy": "ring_attention",
-                "seq_len": 2**20,
-                "strategy_options": {"placement": placement},
-            },
-        )
-        for placement in ("contiguous", "striped", "zigzag")
-    },
-    "ulysses": ("sp", {**_1B, "strategy": "ulysses", "seq_len": 2**17, "model_options": _HEADS}),
-    "tensor_parallel": (
-        "tp",
-        {**_1B, "strategy": "tensor_parallel", "seq_len": 4096, "model_options": _HEADS},
-    ),
-    "megatron_sp": ("tp", {**_1B, "strategy": "megatron_sp", "seq_len": 4096, "model_options": _HEADS}),
-    "lasp": ("sp", {"strategy": "lasp", "model": "tnl-1b", "batch": 1, "seq_len": 2**20}),
-    "lasp2": ("sp", {"strategy": "lasp2", "model": "tnl-1b", "batch": 1, "seq_len": 2**20}),
-    "dsp": (
-        "sp",
-        {
-            "strategy": "dsp",
-            "model": "st-dit-xl",
-            "batch": 1,
-            "seq_len": 2**22,
-            "model_options": {"temporal": 1024},
-        },
-    ),
-}
+CELLS = data(__file__)["CELLS"]
 
 
 def scaled(name: str, ranks: int) -> Cell:

@@ -23,6 +23,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from sentencex import segment
 
+from tests.grid import data
+
 ROOT = Path(__file__).parents[2]
 ALLOWED = Path(__file__).with_name("style.yaml")
 TOP = ("README.md", "REPRODUCE.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -31,20 +33,7 @@ SENTENCE_WORDS = 35
 PARAGRAPH_WORDS = 120
 OPENING_WORDS = 80
 #: words of the suite's own, as patterns, and what to write instead
-WORDS = {
-    r"(?<!inner )(?<!outer )(?<!dot )products?": "matmul (GEMM)",
-    r"ways? (?:to|of) (?:split|divid)\w*": "layout",
-    r"what (?:is|was|it|they|each rank) sen[dt]s?": "communication volume, or the tensor's name",
-    r"links? within (?:a|the) node": "NVLink, PCIe, intra-node link",
-    r"links? between nodes": "inter-node link",
-    r"told": "shown, printed, given",
-    r"found": "a verb that says how: searched, fitted, detected",
-    r"made": "a verb that says how: written, drawn, computed",
-    r"(?<!not )known": "who knows it, or: published, given, listed",
-    r"those of": "the noun again",
-    r"(?:is|are|was|were) of": "a verb, such as: belongs to, has, measures",
-    r"(?:has|have) to do with": "how the two depend on each other",
-}
+WORDS = data(__file__)["WORDS"]
 #: idioms that a reader reads twice, by what to write instead
 IDIOMS = {
     r"(?:stands? |set |put |ours? )?beside": "next to, compared with, in addition to",

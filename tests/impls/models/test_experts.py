@@ -63,22 +63,7 @@ def test_parameters_are_as_published(name: str) -> None:
 
 #: tests/functional_tests/test_cases/common/moe_perf of NVIDIA/Megatron-LM, cases deepseek_*_tp1ep8_bf16: its
 #: configuration has no gate and no shared experts, and one step's output and gradient live on into the next
-LAYER: Mapping[str, Any] = {
-    "hidden": 7168,
-    "inner": 2048,
-    "expert_inner": None,
-    "heads": 8,
-    "kv_heads": None,
-    "mlp": "erf_gelu",
-    "experts": 32,
-    "experts_per_token": 8,
-    "router": "sigmoid",
-    "router_groups": 8,
-    "router_group_topk": 4,
-    "router_bias": True,
-    "library": TRANSFORMER_ENGINE,
-    "permutation": "fused",
-}
+LAYER: Mapping[str, Any] = data(__file__)["LAYER"]
 WORKSPACE = 2**25 + 2**10
 WORKSPACES = {
     "cublas": 2**25,

@@ -44,6 +44,7 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import default_dtype, initialize
 from tests.cells import make_cell
+from tests.grid import data
 from tests.plugins.additions import EXAMPLES
 
 
@@ -150,31 +151,11 @@ WHAT = {
     *("experts", "experts_per_token", "expert_inner", "shared_inner", "shared_gate", "dense_layers"),
     *("expert_pattern", "expert_biases", "expert_weighting", "router", "router_scores", "router_normalized"),
     *("router_scale", "router_groups", "router_group_topk", "router_bias", "router_linear_bias"),
-    "rule",
+    *("rule", "csa_block", "hca_block", "output_groups", "output_rank"),
     *("router_dtype", "aux_loss", "aux_weight", "z_weight", "capacity", "capacity_padded", "routing"),
 }
 #: options that change how, which the oracle may keep, with the reason
-HARMLESS = {
-    "separate_projections": "names and shapes of parameters differ, which the oracle must share",
-    "stacked_experts": "shapes of parameters differ; the oracle multiplies with one expert's after another's",
-    "mask_shape": "a shape of the padding mask, which an input has",
-    "loader_mask": "a tensor that no operator reads",
-    "padded_values": "zeros that add nothing; a variant compares them with gradients of all weights",
-    "autotune_copies": "of a compiler that the plain loss does not call",
-    "autotune_flush_kib": "of a compiler that the plain loss does not call",
-    "autotune_states_kib": "of a buffer beside kernels, that nothing reads",
-    "state_processors": "into how many sums backward divides one, which a test of the kernels compares",
-    "recompute_method": "of recomputation, which is off",
-    "recompute_layers": "of recomputation, which is off",
-    "checkpointed_angles": "of checkpoints, which are off",
-    "packing_read": "what the host reads beside attention",
-    "positions_read": "what the host reads beside the loss",
-    "logits_read": "what is read beside the loss",
-    "logits_held": "how long a tensor lives that the plain loss has anyway",
-    "node_ranks": "of a dispatcher that the oracle does not use",
-    "recompute_modules": "of recomputation, which is off",
-    **dict.fromkeys(("fp8_history", "fp8_transposes"), "of eight bits, which are off"),
-}
+HARMLESS = data(__file__)["HARMLESS"]
 #: options of one model
 KEPT = {
     ("BertModel", "dropout"): "verification runs without dropout",

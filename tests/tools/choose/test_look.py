@@ -15,6 +15,7 @@ from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.tools.choose.look import ACTIVATIONS, _counts, _with, deep_peak, look
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.registries import backend_class
+from tests.grid import data
 from tests.slow import slow
 
 #: layers of made-up logs
@@ -24,28 +25,8 @@ pytestmark = pytest.mark.usefixtures("kept_traces")
 
 #: of a size that keeps cards busy: where the host falls behind them from some layer on, times are not linear
 LARGE = {"layers": 8, "hidden": 1536, "inner": 4096, "vocabulary": 32000}
-RECOMPUTED = {**LARGE, "recompute": "full"}
-SHARED_OUT = {"backend": "megatron", "distributed_optimizer": True, "overlap_grad_reduce": True}
-INTERLEAVED = {**SHARED_OUT, "micro_batches": 8, "schedule": "interleaved", "virtual_stages": 2}
 
-CASES = {
-    "micro-batches": ("single", {"dp": 2}, LARGE, {"backend": "ddp", "micro_batches": 8}),
-    "pipeline": ("single", {"pp": 2, "dp": 2}, LARGE, {**SHARED_OUT, "micro_batches": 4}),
-    "longer pipeline": ("single", {"pp": 4}, {**LARGE, "layers": 16}, {"backend": "ddp", "micro_batches": 8}),
-    # of which most stages are put together from the short steps of others
-    "long pipeline": ("single", {"pp": 6}, {**LARGE, "layers": 12}, {"backend": "ddp", "micro_batches": 16}),
-    "interleaved": ("tensor_parallel", {"pp": 2, "tp": 2}, {**LARGE, "layers": 16}, INTERLEAVED),
-    "ring": ("ring_attention", {"sp": 4}, LARGE, {"backend": "ddp", "micro_batches": 4}),
-    "zero3": ("ulysses", {"dp": 2, "sp": 2}, LARGE, {"backend": "zero3", "micro_batches": 4}),
-    "recompute": ("single", {"dp": 2}, RECOMPUTED, {**SHARED_OUT, "micro_batches": 4}),
-    "recompute in runs": (
-        "single",
-        {"dp": 2},
-        {**RECOMPUTED, "recompute_layers": 2},
-        {"backend": "zero2", "micro_batches": 1},
-    ),
-    "one micro-batch": ("megatron_sp", {"dp": 2, "tp": 2}, LARGE, {"backend": "ddp", "micro_batches": 1}),
-}
+CASES = data(__file__)["CASES"]
 ALWAYS = ("one micro-batch",)
 
 

@@ -117,24 +117,7 @@ def check(answer: Advice) -> int:
 
 
 #: as a search may name them: strategy, ranks along axes, options of the model, settings of training
-LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
-    "recomputed": ("single", {"dp": 4}, {"recompute": "full"}, {"backend": "zero3"}),
-    "checkpoints on hosts": (
-        *("single", {"dp": 4}, {"recompute": "full", "checkpoints": "host", "cross_entropy": "in_place"}),
-        {"backend": "zero2"},
-    ),
-    "tiles": ("ulysses", {"dp": 2, "sp": 2}, {"mlp_tile": 64, "loss_tile": 32}, {"backend": "zero3"}),
-    "optimizer on hosts": ("single", {"dp": 4}, {}, {"backend": "zero3", "optimizer": "host"}),
-    "placements": ("ring_attention", {"dp": 2, "sp": 2}, {"recompute": "full"}, {"backend": "zero2"}),
-    "vocabulary": ("odysseus", {"dp": 2, "tp": 2}, {"cross_entropy": "in_place"}, {"backend": "zero1"}),
-    "orders of the mesh": ("tensor_parallel", {"dp": 2, "tp": 2}, {"recompute": "full"}, {"backend": "ddp"}),
-    "stages": ("single", {"pp": 4}, {"recompute": "full"}, {"backend": "megatron", "micro_batches": 4}),
-    "nested": ("ulysses+ring_attention", {"cp": 2, "sp": 2}, {"mlp_tile": 64}, {"backend": "zero3"}),
-    "experts, checkpoints on hosts": (
-        *("single", {"dp": 4, "ep": 2}, {"recompute": "full", "checkpoints": "host", "loss_tile": 32}),
-        {"backend": "zero3"},
-    ),
-}
+LAYOUTS = data(__file__)["LAYOUTS"]
 
 
 @pytest.mark.parametrize("case", mostly_slow(LAYOUTS, "placements"))

@@ -13,26 +13,12 @@ from spbench.bench.tools.papers.paper_findings import counts, verdict_on
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import Page, most_misses
 from spbench.bench.tools.report.pages.advice_page import kept, pages
-from tests.grid import tabled
+from tests.grid import data, tabled
 from tests.terminal import ROOT
 
 # -- advice ----------------------------------------------------------------------------------------------
 
-LINE = {
-    "model": "llama3-8b",
-    "cluster": "dgx-h100",
-    "gpus": 8,
-    "seq_len": 8192,
-    "batch": 128,
-    "tie": True,
-    "strategy": "ulysses",
-    "mesh": "sp8",
-    "backend": "zero1",
-    "step_time_s": 2.0,
-    "compute_floor_s": 1.0,
-    "links_floor_s": "",
-    "peak_memory_bytes": 3 * 2**30,
-}
+LINE = data(__file__)["LINE"]
 
 
 def page_of(folder: Path, *lines: dict[str, object]) -> list[Page]:
