@@ -112,10 +112,10 @@ _UPCAST_RMS_NORM = differentiable(
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS, *, way: str = "fused") -> Tensor:
     """y [..., H], contiguous, for x [..., H] and a weight [H] or with the last dims of x. ``way`` is "fused",
-    "plain", "rounded" (:func:`rounded_rms_norm`) or "upcast": on a copy of x in full precision, made again in
-    backward, as InternEvo calls apex's MixedFusedRMSNorm, whose result has the weight's dtype."""
+    "plain", "rounded" (:func:`rounded_rms_norm`) or "upcast": with a weight on a copy of x in full precision,
+    made again in backward, as InternEvo calls apex's MixedFusedRMSNorm, which returns the weight's dtype."""
     if way in ("fused", "upcast"):
-        return (_RMS_NORM if way == "fused" else _UPCAST_RMS_NORM)(x, weight, eps)
+        return (_RMS_NORM if way == "fused" or weight is None else _UPCAST_RMS_NORM)(x, weight, eps)
     return (plain_rms_norm if way == "plain" else rounded_rms_norm)(x, weight, eps)
 
 

@@ -14,6 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from spbench.bench.errors import listed
 from spbench.impls import AsPublished, Nesting, Strategy
 
 FLOAT64_LIMIT = 1e-10
@@ -72,9 +73,12 @@ def discrepancies(
     """The discrepancy, in float64, of every tensor that either side has, by name.
 
     The error is infinite where a tensor is missing on one side, has another shape, or is not finite. Where
-    the reference is exactly zero, the error is 0 if x is zero too, else infinite.
+    the reference is exactly zero, the error is 0 if x is at most the rounding, in x's dtype, of the largest
+    number of all references, else infinite.
     """
-    return {name: _discrepancy(reference.get(name), got.get(name)) for name in {**reference, **got}}
+    sizes = [x.abs().max().item() for x in reference.values() if x.numel() and x.is_floating_point()]
+    largest = max(sizes, default=0.0)
+    return {name: _discrepancy(reference.get(name), got.get(name), largest) for name in {**reference, **got}}
 
 
 def relative_errors(reference: Mapping[str, Tensor], got: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -82,17 +86,19 @@ def relative_errors(reference: Mapping[str, Tensor], got: Mapping[str, Tensor | 
     return {name: discrepancy.error for name, discrepancy in discrepancies(reference, got).items()}
 
 
-def _discrepancy(reference: Tensor | None, x: Tensor | None) -> Discrepancy:
+def _discrepancy(reference: Tensor | None, x: Tensor | None, largest_of_all: float) -> Discrepancy:
     if reference is None or x is None:
         return Discrepancy.without_number("is missing" if x is None else "has no reference")
     if reference.shape != x.shape:
         return Discrepancy.without_number(f"has the shape {[*x.shape]}, not {[*reference.shape]}")
+    rounding = torch.finfo(x.dtype).eps * largest_of_all if x.is_floating_point() else 0.0
     reference, x = reference.detach().double().flatten(), x.detach().double().flatten()
     if not (reference.isfinite().all() and x.isfinite().all()):
         return Discrepancy.without_number("is not finite")
     largest = reference.abs().max() if reference.numel() else reference.new_zeros(())
     if largest == 0:
-        return Discrepancy.without_number("is not zero, as it should be") if x.any() else Discrepancy.none()
+        zero = (x.abs() <= rounding).all()
+        return Discrepancy.none() if zero else Discrepancy.without_number("is not zero, as it should be")
     # divided by the largest element, so that squares of tiny gradients do not underflow
     reference, x = reference / largest, x / largest
     norm = reference.norm().item()
@@ -149,12 +155,8 @@ class Judged:
 
 
 def limits(dtype: torch.dtype, noises: Sequence[float]) -> Callable[[float], float]:
-    """A function from a tensor's noise to the limit of its error, in a dtype; in float64 a constant limit,
-    unless the model itself rounds more.
-
-    Args:
-        noises: the noise of all tensors of the case on all ranks.
-    """
+    """A function from a tensor's noise to the limit of its error, in a dtype, given the noises of all tensors
+    of the case on all ranks; in float64 a constant limit, unless the model itself rounds more."""
     if dtype is torch.float64 and not any(noises):
         return lambda noise: FLOAT64_LIMIT
     typical = median(noises)
@@ -176,15 +178,12 @@ def worst_of(every: Sequence[Judged], wrong: Sequence[Judged]) -> Judged:
 def how_wrong(worst: Judged, wrong: Sequence[Judged]) -> str:
     """Whether forward or backward is wrong, and how the worst tensor is wrong; if the worst is not wrong by a
     factor, also the worst tensor that is."""
-    scaled = [each for each in wrong if each.factor is not None]
-    shown = (
-        [worst] if worst.factor is not None or not scaled else [worst, max(scaled, key=lambda e: e.excess)]
-    )
+    scaled = [] if worst.factor is not None else [each for each in wrong if each.factor is not None]
+    shown = [worst, *sorted(scaled, key=lambda each: each.excess)[-1:]]
     named = [each.finding.tensor for each in shown]
     others = list(dict.fromkeys(e.finding.tensor for e in wrong if e.finding.tensor not in named))
-    more = [f"and {len(others) - OTHERS_NAMED} more"] if len(others) > OTHERS_NAMED else []
-    listed = [f"wrong too: {', '.join([*others[:OTHERS_NAMED], *more])}"] if others else []
-    return f"{where_wrong(wrong)}: {'; '.join([*map(str, shown), *listed])}"
+    too = [f"wrong too: {listed(others, OTHERS_NAMED)}"] if others else []
+    return f"{where_wrong(wrong)}: {'; '.join([*map(str, shown), *too])}"
 
 
 def how_departs(strategy: type[Strategy] | Nesting, departing: Sequence[Judged]) -> str:
@@ -206,11 +205,9 @@ def how_departs(strategy: type[Strategy] | Nesting, departing: Sequence[Judged])
 
 def where_wrong(wrong: Sequence[Judged]) -> str:
     """Whether outputs are wrong, only gradients, or neither, in words."""
-    tensors = [each.finding.tensor for each in wrong]
-    if any(name.startswith("output ") for name in tensors):
-        return "wrong in forward"
-    if any(name.startswith("gradient of ") for name in tensors):
-        return "forward right, backward wrong"
+    for of, where in (("output ", "wrong in forward"), ("gradient of ", "forward right, backward wrong")):
+        if any(each.finding.tensor.startswith(of) for each in wrong):
+            return where
     return "values right"
 
 

@@ -48,9 +48,8 @@ def test_other_wrong_tensors_are_named(pool: RankPool) -> None:
     assert row.verdict.endswith("; wrong too: gradient of layer.qkv.weight, gradient of layer.qkv.bias")
     row = verify_case(pool, Case(attention_faults.ZeroGradients, model_preset("bert-tiny"), "model"), 2)
     *_, named = row.verdict.split("; wrong too: ")
-    assert len(named.split(", ")) == 5
-    assert named.split(", ")[-1].startswith("and ")
-    assert named.endswith(" more")
+    assert len(named.split(", ")) == 4
+    assert re.search(r" and \d+ more$", named)
 
 
 def test_stale_blocks_are_no_factor(pool: RankPool) -> None:
