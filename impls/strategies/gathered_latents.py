@@ -89,7 +89,7 @@ class GatheredLatents(SequenceChunks):
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
         for site in sites:
             d, phases = site.dims, ["forward", *(["backward"] if site.recomputed else [])]
-            if site.kind == "rows_before":
+            if site.kind == "rows_before" and self.size > 1:
                 for phase in [*phases, "backward"]:
                     yield Traffic(phase, "rows before", "send", site.count, d["B"] * d["F"] * element_bytes)
             if site.kind not in self.meets or not d["F"]:
