@@ -80,7 +80,7 @@ def test_a_micro_batch_less_is_cut_out_of_a_trace(case: str) -> None:
 @pytest.mark.parametrize(("case", "count"), [("interleaved", 4), slow("longer pipeline", 6)])
 def test_what_a_short_step_does_not_determine_is_not_cut(case: str, count: int) -> None:
     traces = virtual.trace_classes(of_few(cell_of(case, model_options=SMALL), count), events=True)
-    with pytest.raises(NotAlike, match="several runs|no action of the short step"):
+    with pytest.raises(NotAlike, match=r"several runs|no action of the short step"):
         traces.without_one()
 
 
