@@ -19,7 +19,7 @@ _TINY: Mapping[str, Any] = {
     **TINY_INDEX,
     **dict.fromkeys(("kv_lora_rank", "v_head_dim"), 6),
     **dict.fromkeys(("csa_block", "hca_block"), 2),
-    **dict(zip(("window", "output_groups", "output_rank"), (5, 3, 7), strict=True)),
+    **dict(zip(("window", "output_groups", "output_rank"), (5, 3, 8), strict=True)),
 }
 
 

@@ -79,12 +79,12 @@ class CompressedAttention(IndexedAttention):
         return queries * self.index_n_heads + of_keys
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        assert self.q_lora_rank is not None
-        of_heads, of_norm = model.heads * self.kv_lora_rank, 2 if model.norm == "layer" else 1
-        whole = (model.hidden + of_norm) * (self.q_lora_rank + self.kv_lora_rank) + model.heads
+        rank, of_heads = self.q_lora_rank or 0, model.heads * self.kv_lora_rank
+        whole = (model.hidden + (2 if model.norm == "layer" else 1)) * (rank + self.kv_lora_rank)
         whole += of_heads * self.group_size + self.untrained(model)
         whole += self._of_blocks(model, self.kv_lora_rank) if self.block else 0
-        return {"split": self.q_lora_rank * of_heads + self.width(model) * model.hidden, "whole": whole}
+        split = rank * of_heads + self.width(model) * model.hidden + model.heads
+        return {"split": split, "whole": whole}
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
         sizes = self.row_sizes
