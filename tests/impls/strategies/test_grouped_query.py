@@ -329,9 +329,10 @@ def test_a_rank_sends_latents_and_index_keys() -> None:
     ]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_meter_agrees_on_virtual_ranks(recompute: str) -> None:
-    asked = {"model": "indexer-tiny", "model_options": {"recompute": recompute, "index_tile": 64}}
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", ["indexer-tiny", "blocks-tiny"])
+def test_the_meter_agrees_on_virtual_ranks(model: str, recompute: str) -> None:
+    asked = {"model": model, "model_options": {"recompute": recompute, "index_tile": 64}}
     asked |= {"strategy": "gathered_latents", "sizes": {"sp": 4}, "batch": 1, "seq_len": 512}
     measured = VirtualEngine().measure(Cell.model_validate({**asked, "precision": "bf16"}))
     assert measured.formula_difference == []

@@ -143,6 +143,14 @@ def test_tiny_numbers_do_not_underflow() -> None:
     assert relative_errors({"x": tiny}, {"x": 2 * tiny}) == {"x": pytest.approx(1)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_zeros_are_judged_by_the_rounding_of_the_largest_number(dtype: torch.dtype) -> None:
+    reference, rounding = {"zero": torch.zeros(2), "y": torch.full((1,), 8.0)}, 8 * torch.finfo(dtype).eps
+    for factor, error in ((0.5, 0.0), (2.0, float("inf"))):
+        got = reference | {"zero": torch.full((2,), factor * rounding, dtype=dtype)}
+        assert relative_errors(reference, got) == {"zero": error, "y": 0.0}
+
+
 def test_the_factor_is_of_least_squares_and_the_residual_of_what_it_leaves() -> None:
     reference = {"x": torch.tensor([3.0, 4.0], dtype=torch.float64)}
     # 0.5 ref, and 0.3 across it
